@@ -14,7 +14,7 @@ from typing import Any
 
 from roundpipe_cli.choices import ROW_KINDS
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages, messages_in_text
-from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
+from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, is_null_word, printable
 from roundpipe_cli.errors import RefusedError
 
 # Rules for columns and keys of messages that have a meaning but are not read.
@@ -47,9 +47,9 @@ def find_column(name: str, layout: Sequence[str]) -> str | None:
 
 
 def says_something(value: object) -> bool:
-    """Whether a value holds anything: not null, nor empty, nor a list of such values, nor the text of one."""
+    """Whether a value holds anything: not null, nor empty, nor a list of such values, nor a text or word for one."""
     if isinstance(value, str):
-        return value.strip() not in ("", "[]", "{}", "null", "None")
+        return value.strip() not in ("", "[]", "{}") and not is_null_word(value)
     if isinstance(value, Mapping):
         return any(says_something(item) for item in value.values())
     if isinstance(value, (list, tuple)):

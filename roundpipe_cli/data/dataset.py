@@ -35,7 +35,7 @@ from roundpipe_cli.data.rows import (
 )
 from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shards
 from roundpipe_cli.data.sources import Source, find_sources, fingerprint, no_rows
-from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, same_rows
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say
@@ -305,9 +305,11 @@ class _Builder:
             )
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
-        notices = [*self._source_notices, *(text for one in sources for text in one.notices)]
+        rows = TokenizedRows(self._shards)
+        twice = [f"{text}: trained twice" for text in same_rows(zip(self._sources, rows.numbers, strict=True))]
+        notices = [*self._source_notices, *(text for one in sources for text in one.notices), *twice]
         return TokenizedDataset(
-            TokenizedRows(self._shards),
+            rows,
             report,
             tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
             self._pool.templates[0],
@@ -363,6 +365,8 @@ class _Builder:
             "control_token_rows": "spell special tokens in their text, which the tokenizer takes for real ones",
             "placeholder_rows": "have `<image>`, `<video>` or `<audio>` in their text, and no such file belongs to "
             "them; the model learns the letters",
+            "null_word_rows": "have only `nan`, `NULL`, `None` or the like in a column that is read; the model learns "
+            "the word: where it means nothing, leave the cell empty",
             "too_long_rows": ways.get(self._settings.long_rows, "dropped as too long") + lost,
             "untrained_rows": "dropped, since no trained token is left in them",
         }

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content
-from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, SourceReport, TrainRules, printable
+from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, SourceReport, TrainRules, is_null_word, printable
 from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
@@ -358,6 +358,8 @@ class RowEncoder:
                 messages = [turn for one in contents if not isinstance(one, str) for turn in one.messages]
                 if self._template is not None and self._template.holds_control_token(messages):
                     report.control_token_rows.append(raw.number)
+                if any(is_null_word(columns.get(column)) for field, column in own.columns.items() if field != "tools"):
+                    report.null_word_rows.append(raw.number)
                 if any(MEDIA_PLACEHOLDER.search(one.text) for one in made):
                     report.placeholder_rows.append(raw.number)
             except BadRowError as error:

@@ -74,6 +74,8 @@ class DataSettings:
     """Values of variables that the template reads."""
 
 
+NULL_WORDS = frozenset({"nan", "-nan", "null", "none", "na", "n/a", "nil", "<na>", "#n/a", "#na", "\\n"})
+"""Cells with which pandas, R, SQL and spreadsheets write that there is nothing, in lower case; JSON has its null."""
 MAX_SHOWN_CHARACTERS = 200
 """No message shows more characters of a row's text, which may be private."""
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
@@ -142,6 +144,11 @@ def describe_value(value: object) -> str:
     if isinstance(value, Mapping):
         return f"an object with {column_names(value)}"
     return f"a value of type {type(value).__name__}"
+
+
+def is_null_word(value: object) -> bool:
+    """Whether it is the text of one of `NULL_WORDS`."""
+    return isinstance(value, str) and len(value) < 20 and value.strip().lower() in NULL_WORDS
 
 
 def unfit(what: str, value: object, expected: str | None = None) -> BadRowError:
@@ -250,6 +257,8 @@ class SourceReport:
     """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
     placeholder_rows: list[int] = field(default_factory=list)
     """Rows whose text has `<image>`, `<video>` or `<audio>` and that have no column with it: letters to the model."""
+    null_word_rows: list[int] = field(default_factory=list)
+    """Rows of which a column that is read is just a word for nothing, such as `nan`: the model learns the word."""
     unused_columns: dict[str, int] = field(default_factory=dict)
     """Rows with a column that is not used, by its name; keys in messages are called `messages[].id`."""
     trained_tokens: int = 0
@@ -291,7 +300,7 @@ class SourceReport:
 
 SUMMED = (
     *("rows_read", "rows_kept", "bad_rows", "too_long_rows", "untrained_rows", "control_token_rows"),
-    *("placeholder_rows", "trained_tokens", "total_tokens", "lost_tokens"),
+    *("placeholder_rows", "null_word_rows", "trained_tokens", "total_tokens", "lost_tokens"),
 )
 
 

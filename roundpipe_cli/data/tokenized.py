@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, overload
@@ -225,6 +225,11 @@ class TokenizedRows(Sequence[Row]):
         return Row(int(self._first_ids[source] + self._places[source][place, 0]), input_ids, labels)
 
     @property
+    def numbers(self) -> list[Rows]:
+        """Of each source, the numbers in there of its rows, those that were not selected among them."""
+        return [places[:, 1] for places in self._places]
+
+    @property
     def row_ids(self) -> npt.NDArray[np.int64]:
         """Identifiers of the rows, ascending, shape [rows]."""
         firsts = zip(self._first_ids, self._places, strict=False)
@@ -308,6 +313,11 @@ class TokenizedDataset:
             return own
         return hashlib.sha256(f"{own} {self.rejected.content_hash()}".encode()).hexdigest()
 
+    @property
+    def numbered_sources(self) -> list[tuple[Source, Rows]]:
+        """The sources with the numbers of their rows, those that are held out among them."""
+        return list(zip(self.sources, self.rows.numbers, strict=True))
+
     def where(self, row_id: int) -> str:
         """`data/train.jsonl:17` of a kept row.
 
@@ -316,6 +326,28 @@ class TokenizedDataset:
         """
         source, number = self.rows.origin(row_id)
         return self.sources[source].where(number)
+
+
+def same_rows(
+    sources: Iterable[tuple[Source, Rows]], before: Iterable[tuple[Source, Rows]] | None = None
+) -> Iterator[str]:
+    """Words for each source that has rows of another one: the same rows of a file of the same content.
+
+    Args:
+        sources: with the numbers of their rows.
+        before: the others; None: those in front of it.
+    """
+    had: dict[str, list[tuple[Source, Rows]]] = {}
+    for one in before or ():
+        had.setdefault(one[0].content, []).append(one)
+    for source, numbers in sources:
+        others = had.setdefault(source.content, [])
+        shared = ((other.name, len(np.intersect1d(numbers, rows))) for other, rows in others)
+        name, both = next(((name, both) for name, both in shared if both), ("", 0))
+        if both:
+            yield f"{counted(both, 'row')} of {source.name} {'is' if both == 1 else 'are'} also in {name}"
+        if before is None:
+            others.append((source, numbers))
 
 
 # Rows set apart for evaluation: a pure function of the seed, never trained on.

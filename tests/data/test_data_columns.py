@@ -246,6 +246,37 @@ def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path, columns: list[
     assert f"{{{hint}}}" in str(caught.value)
 
 
+NOTHING = ["nan", "NaN", "NULL", "None", "NA", "N/A", "#N/A", "<NA>", "null", "\\N"]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl"])
+def test_words_for_nothing_are_counted(tmp_path: Path, ending: str) -> None:
+    """Story: what pandas or a spreadsheet writes for an empty cell was trained as a word, and nobody knew."""
+    rows = [{"instruction": "Hi", "input": word, "output": "Yo"} for word in ["", *NOTHING, "None of it", "nano"]]
+    rows += [{"instruction": "Hi", "input": "", "output": "nan"}]
+    path = tmp_path / f"x{ending}"
+    if ending == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        write_rows(path, rows)
+    dataset = build(path, tokenizer := byte_tokenizer())
+    first = 3 if ending == ".csv" else 2
+    assert dataset.report.sources[0].null_word_rows == [*range(first, first + len(NOTHING)), first + len(NOTHING) + 2]
+    said = f"{len(NOTHING) + 1} of {len(rows)} rows have only `nan`"
+    assert any(text.startswith(said) and f"{path}:{first}, " in text for text in dataset.notices)
+    assert trained_text(tokenizer, dataset, 1)[0] == "<s>user\nHi\n\nnan</s>\n<s>assistant\nYo</s>\n", "as it stands"
+
+
+def test_words_for_nothing_in_other_columns_are_nothing(tmp_path: Path) -> None:
+    """`rejected: nan` is no second answer, and `tools: null` none: neither is trained, so nothing is said."""
+    row = {"prompt": "Hi", "completion": "Yo", "tools": "null", "rejected": "nan", "label": "NA"}
+    dataset = build(write_csv(tmp_path / "x.csv", row))
+    assert len(dataset.rows) == 1 and dataset.report.sources[0].null_word_rows == []
+
+
 def test_unknown_columns_that_hold_a_delimiter_name_it(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="parted by semicolons"):
         build(write_csv(tmp_path / "x.csv", {"Frage;Antwort, kurz": "x", "b;c": "y"}))

@@ -20,7 +20,7 @@ from roundpipe_cli.cli.init_choice import look_at_rows
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings
 from roundpipe_cli.data.sources import count_dataset
-from roundpipe_cli.data.tokenized import TokenizedDataset, hold_out
+from roundpipe_cli.data.tokenized import TokenizedDataset, hold_out, same_rows
 from roundpipe_cli.errors import RefusedError
 
 CHATML = (
@@ -453,6 +453,36 @@ def test_an_empty_entry_is_refused_beside_another(tmp_path: Path) -> None:
     full, empty = write_rows(tmp_path / "full.jsonl", [{"text": "one"}]), write_rows(tmp_path / "empty.jsonl", [])
     with pytest.raises(RefusedError, match=r"empty.jsonl: the dataset is empty"):
         build_dataset(DataSettings((DatasetSpec(str(full)), DatasetSpec(str(empty))), 1000), byte_tokenizer())
+
+
+def test_rows_that_are_named_twice_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a file listed twice, or in a pattern and beside it, weighed twice as much, and nobody knew."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(10)])
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    write_rows(tmp_path / "b.jsonl", [{"text": "other"}] * 10)
+
+    def twice(*entries: tuple[str, str]) -> list[str]:
+        specs = tuple(DatasetSpec(path, split=split) for path, split in entries)
+        notices = build_dataset(DataSettings(specs, 1000), byte_tokenizer()).notices
+        return [text for text in notices if text.endswith("trained twice")]
+
+    said = "10 rows of {} are also in {}: trained twice"
+    for other in ("a.jsonl", str(tmp_path / "a.jsonl")):
+        assert twice(("a.jsonl", "train"), (other, "train")) == [said.format("a.jsonl", "a.jsonl")]
+    for other in ("copy.jsonl", "link.jsonl"):
+        assert twice(("a.jsonl", "train"), (other, "train")) == [said.format(other, "a.jsonl")]
+    assert twice(("*.jsonl", "train")) == [said.format(name, "a.jsonl") for name in ("copy.jsonl", "link.jsonl")]
+    assert twice(("a.jsonl", "train[:60%]"), ("a.jsonl", "train[50%:]")) == [
+        "1 row of a.jsonl is also in a.jsonl: trained twice"
+    ]
+    assert twice(("a.jsonl", "train[:50%]"), ("a.jsonl", "train[50%:]"), ("b.jsonl", "train")) == []
+    trained, held = build(tmp_path / "a.jsonl"), build(tmp_path / "copy.jsonl", split="train[8:]")
+    assert list(same_rows(held.numbered_sources, trained.numbered_sources)) == [
+        "2 rows of copy.jsonl are also in a.jsonl"
+    ]
+    assert list(same_rows(build(tmp_path / "b.jsonl").numbered_sources, trained.numbered_sources)) == []
 
 
 def test_all_rows_filtered_is_refused_with_counts(tmp_path: Path) -> None:

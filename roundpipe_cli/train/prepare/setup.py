@@ -24,7 +24,16 @@ from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
-from roundpipe_cli.data.tokenized import Packer, Row, RowMix, TokenizedDataset, TokenizedRows, choose_packing, hold_out
+from roundpipe_cli.data.tokenized import (
+    Packer,
+    Row,
+    RowMix,
+    TokenizedDataset,
+    TokenizedRows,
+    choose_packing,
+    hold_out,
+    same_rows,
+)
 from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
@@ -220,7 +229,8 @@ def evaluation_rows(
             rejected_rows += other.rejected or ()
         else:
             other = build_dataset(settings, tokenizer)
-        tell_notices(tell, *(f"evaluation: {text}" for text in other.notices))
+        trained = [f"{text}: trained, too" for text in same_rows(other.numbered_sources, dataset.numbered_sources)]
+        tell_notices(tell, *(f"evaluation: {text}" for text in (*other.notices, *trained)))
         rows += other.rows
     if rows:
         what = "rows" if rejected is None else "pairs"
