@@ -12,11 +12,10 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, cast
 
@@ -37,6 +36,8 @@ MAX_RENDER_S = 2.0
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space that a child may take."""
 MAX_WORKERS = 16
+CHUNKS_AHEAD = 4
+"""Chunks for each child that are given out before the oldest is done: bounds memory, and hides that chunks differ."""
 
 Chunk = tuple[RowFormat | None, list[RawRow], bool]
 """Format, rows, and whether they are only counted: the arguments of `RowEncoder.encode`."""
@@ -92,10 +93,13 @@ class EncoderPool:
         """
         child = self._children[0] if self._children else self._start()
         self._send(child, None)
-        return cast("TurnEnds | None", self._receive(child))
+        return cast("TurnEnds | None", _value(self._reply(child)))
 
     def encode(self, chunks: Iterable[Chunk], name: str = "datasets") -> Iterator[ChunkResult]:
-        """The result of each chunk, in their order; the next chunks are read while children work.
+        """The result of each chunk, in their order; a child that is free gets the next one.
+
+            given out    0 1 2 3 4 5 6 7        at most `CHUNKS_AHEAD` for each child, counted from the first
+            results      . 1 2 3 . 5            one that is not yet yielded: 0, here. Errors wait for their turn, too.
 
         Args:
             name: of the file or dataset, for errors.
@@ -105,32 +109,46 @@ class EncoderPool:
             ResourceError: a child was killed, probably for want of memory.
             InternalError: a child failed.
         """
-        idle, working = [*self._children], deque[_Child]()
-        for chunk in chunks:
-            if len(working) == self._max_children:
-                yield cast("ChunkResult", self._receive(working[0]))
-                idle.append(working.popleft())
-            child = idle.pop() if idle else self._start()
-            child.place = _place(name, chunk[1])
-            self._send(child, (*chunk, child.place))
-            working.append(child)
-        while working:
-            yield cast("ChunkResult", self._receive(working.popleft()))
+        left, is_read, num_given, num_yielded = iter(chunks), False, 0, 0
+        free, working, replies = [*self._children], dict[Connection, tuple[int, _Child]](), dict[int, object]()
+        while True:
+            while num_given - num_yielded < CHUNKS_AHEAD * self._max_children and not is_read:
+                if not free and len(self._children) == self._max_children:
+                    break
+                chunk = next(left, None)
+                if chunk is None:
+                    is_read = True
+                    break
+                child = free.pop() if free else self._start()
+                child.place = _place(name, chunk[1])
+                self._send(child, (*chunk, child.place))
+                working[child.connection] = num_given, child
+                num_given += 1
+            if num_yielded == num_given:
+                return
+            with at_work("tokenising rows"):  # the watchdog ends a run whose children are stuck
+                ready = wait([*working], 0 if num_yielded in replies else None) if working else []
+            for connection in ready:
+                index, child = working.pop(cast("Connection", connection))
+                replies[index] = reply = self._reply(child)
+                free.append(child)
+                is_read = is_read or isinstance(reply, RoundpipeError)  # nothing behind it is asked for
+            if not ready:
+                yield cast("ChunkResult", _value(replies.pop(num_yielded)))
+                num_yielded += 1
 
     def _send(self, child: _Child, request: object) -> None:
-        with at_work("handing rows to a tokenising process"), suppress(BrokenPipeError):  # it died, see `_receive`
+        with at_work("handing rows to a tokenising process"), suppress(BrokenPipeError):  # it died, see `_reply`
             child.connection.send(request)
 
-    def _receive(self, child: _Child) -> object:
+    def _reply(self, child: _Child) -> object:
+        """The child's result, or its error, or the one that says how it died."""
         try:
-            with at_work("tokenising rows"):  # the watchdog ends a run whose children are stuck
-                reply = child.connection.recv()
+            with at_work("tokenising rows"):
+                return child.connection.recv()
         except (EOFError, OSError):  # no reply, or the beginning of one
             child.process.join()
-            raise _died(child.process.exitcode, child.place) from None
-        if isinstance(reply, RoundpipeError):
-            raise reply
-        return reply
+            return _died(child.process.exitcode, child.place)
 
     def _start(self) -> _Child:
         context = multiprocessing.get_context("fork")
@@ -145,6 +163,12 @@ class EncoderPool:
             self._children.append(child)
         theirs.close()
         return child
+
+
+def _value(reply: object) -> object:
+    if isinstance(reply, RoundpipeError):
+        raise reply
+    return reply
 
 
 def _slow_template() -> RefusedError:

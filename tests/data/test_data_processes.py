@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,7 +20,7 @@ from roundpipe_cli.data.processes import EncoderPool
 from roundpipe_cli.data.row_chunks import RowEncoder
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, RawRow
 from roundpipe_cli.data.tokenized import TokenizedDataset
-from roundpipe_cli.errors import InternalError, NoProgressError, ResourceError, RoundpipeError
+from roundpipe_cli.errors import InternalError, NoProgressError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.watchdog import watching
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 from tests.support.covering import swept
@@ -168,6 +169,45 @@ def test_a_process_that_is_killed_while_it_answers_is_one_error(monkeypatch: pyt
         with pytest.raises(ResourceError, match="ended by SIGKILL"):
             list(pool.encode([(None, [RawRow(1, ROW)], False)]))
     assert children() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_free_process_gets_the_next_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Story: processes that were done waited for the oldest chunk. Four for each are given out, and results and errors
+    come in the order of the chunks; behind an error nothing is read."""
+    num_ahead = 2 * processes.CHUNKS_AHEAD
+    awaited = tmp_path / str(3 if fails else num_ahead - 1)
+
+    def encode(_: RowEncoder, row_format: object, rows: list[RawRow], *, count_only: bool) -> int:
+        number, deadline_s = rows[0].number, time.monotonic() + 20
+        while number == 0 and not awaited.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        (tmp_path / str(number)).touch()
+        if fails and number == 3:
+            raise RefusedError("the third")
+        return number
+
+    taken, results = list[int](), list[object]()
+
+    def chunks() -> Iterator[processes.Chunk]:
+        for number in range(30):
+            assert number < len(results) + num_ahead, "memory is bounded"
+            taken.append(number)
+            yield None, [RawRow(number, ROW)], False
+
+    monkeypatch.setattr(RowEncoder, "encode", encode)  # children have it by their fork
+    before, started_s = children(), time.monotonic()
+    with EncoderPool(DataSettings((DatasetSpec("rows.jsonl"),), 1000), byte_tokenizer(), 2) as pool:
+        try:
+            for result in pool.encode(chunks()):
+                results.append(result)
+                if len(results) == 1 and not fails:
+                    assert taken == list(range(num_ahead))
+        except RefusedError as error:
+            assert taken == [0, 1, 2, 3] and str(error) == "the third" and results == [0, 1, 2]
+        else:
+            assert not fails and results == list(range(30))
+    assert time.monotonic() - started_s < 15 and children() == before
 
 
 def set_fault(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

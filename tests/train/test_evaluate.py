@@ -194,7 +194,9 @@ def test_a_run_writes_the_loss_that_plain_pytorch_computes(whole: tuple[Path, Ou
 def test_evaluation_datasets_and_held_out_rows_together(folder: Path, whole: tuple[Path, Outcome]) -> None:
     """At the end of the run, where nothing is said; when and on what changes nothing in the training."""
     write_rows(folder / "other.jsonl", 4)
-    finetune(folder, "eval_datasets=[{path: other.jsonl}]", "val_set_size=3", "save_steps=epoch").expect(0)
+    both = "eval_datasets=[{path: other.jsonl}, {path: 'rows.jsonl', split: 'train[:2]'}]"
+    said = finetune(folder, both, "val_set_size=3", "save_steps=epoch").expect(0).err
+    assert "evaluation: 2 rows of rows.jsonl are also in rows.jsonl: trained, too" in said
     (row,) = evaluations(folder / "out")
     assert row["step"] == 4 and row["tokens"] > evaluations(whole[0] / "out")[0]["tokens"]
     assert numbers(folder / "out") == numbers(whole[0] / "out")
