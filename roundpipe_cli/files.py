@@ -279,7 +279,7 @@ def digests_of(
     sizes, num_read, stopped = [_size_of(path) for path in paths], [0] * len(paths), threading.Event()
 
     def digest_of(index: int) -> str | OSError:
-        digest, buffer = new(), memoryview(bytearray(_CHUNK_BYTES))
+        digest, buffer = new(), memoryview(bytearray(1024**2))
         try:
             with paths[index].open("rb", buffering=0) as file:
                 while not stopped.is_set() and (count := file.readinto(buffer)):
