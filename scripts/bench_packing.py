@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from roundpipe_cli.data.batching import Grouping, collate, collate_packed
+from roundpipe_cli.data.batching import Grouping
+from roundpipe_cli.data.collate import collate, collate_packed
 from roundpipe_cli.data.tokenized import Packer, Row
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine

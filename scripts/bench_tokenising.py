@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 NUM_CHUNKS, SIGMA, MEDIAN_S = 400, 0.6, 0.05
@@ -29,6 +30,7 @@ def time_chunks(num_processes: int, seed: int) -> tuple[float, float, int]:
     from roundpipe_cli.data.row_chunks import RowEncoder
     from roundpipe_cli.data.rows import RawRow
 
+    settings: Any = SimpleNamespace(chat_template=None, folder=None, chat_template_kwargs={})
     chance = random.Random(seed)
     seconds = [MEDIAN_S * chance.lognormvariate(0, SIGMA) for _ in range(NUM_CHUNKS)]
 
@@ -47,7 +49,7 @@ def time_chunks(num_processes: int, seed: int) -> tuple[float, float, int]:
             most = max(most, number + 1 - len(results))
             yield None, [RawRow(number, {})], False
 
-    with EncoderPool(settings(), _NoTemplate(), num_processes) as pool:  # type: ignore[arg-type]
+    with EncoderPool(settings, _NoTemplate(), num_processes) as pool:  # type: ignore[arg-type]
         for result in pool.encode(chunks()):
             results.append(result)
         took_s = time.monotonic() - started_s
@@ -62,15 +64,6 @@ class _NoTemplate:
 
     def get_chat_template(self, tools: object) -> str:
         raise ValueError("none")
-
-
-def settings() -> Any:
-    """Of data that is not read."""
-    try:
-        from roundpipe_cli.data.settings import DatasetSpec, DataSettings
-    except ImportError:  # an older checkout
-        from roundpipe_cli.data.rows import DatasetSpec, DataSettings  # type: ignore[no-redef, attr-defined]
-    return DataSettings((DatasetSpec("rows.jsonl"),), 1000)
 
 
 def time_checks(cache: Path, num_shards: int) -> float:

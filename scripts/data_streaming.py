@@ -74,9 +74,10 @@ def load_tokenizer() -> Any:
 
 
 def measure(path: Path, tokenizer: Any, label: str) -> None:
-    from roundpipe_cli.data.batching import BatchSampler, collate_packed
+    from roundpipe_cli.data.batching import BatchSampler
+    from roundpipe_cli.data.collate import collate_packed
     from roundpipe_cli.data.dataset import build_dataset
-    from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
     from roundpipe_cli.data.tokenized import Packer, RowMix
 
     settings = DataSettings((DatasetSpec(str(path)),), 2048)

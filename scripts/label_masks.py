@@ -101,7 +101,7 @@ def without_borders(tokenizer: Any, tokens: list[int], mask: list[int]) -> list[
 def equal_rows(tokenizer: Any, template: str, marked: str, chats: list[Messages], shape: str, path: Path) -> int:
     """Rows whose tokens and labels are the reference's."""
     from roundpipe_cli.data.dataset import build_dataset
-    from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 
     path.write_text("".join(json.dumps(FORMATS[shape](chat)) + "\n" for chat in chats), encoding="utf-8")
     settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=template)
@@ -174,7 +174,7 @@ def trl_rows(rows: list[dict[str, Any]], tokenizer: Any, base: Path, folder: Pat
 def our_rows(path: Path, tokenizer: Any, template: str | None, *, pairs: bool) -> list[list[tuple[Any, Any]]]:
     """The same by this program."""
     from roundpipe_cli.data.dataset import build_dataset, build_pairs
-    from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 
     settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=template)
     if pairs:

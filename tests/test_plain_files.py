@@ -16,9 +16,9 @@ from roundpipe_cli.cli.export import find_adapter_base
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.find_model import find_config
-from roundpipe_cli.data.row_chunks import find_template
-from roundpipe_cli.data.rows import DatasetSpec
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import count_dataset, find_sources
+from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import write_named
 from roundpipe_cli.hub.download import commit_in

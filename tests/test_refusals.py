@@ -15,7 +15,8 @@ from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.hardware import MAX_CHARACTERS
 from roundpipe_cli.data.messages import read_called, read_history
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.faults import load_faults

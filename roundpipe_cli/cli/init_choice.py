@@ -25,7 +25,8 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, RawRow, in_chunks, printable
+from roundpipe_cli.data.rows import BadRowError, RawRow, in_chunks, printable
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fitting_recipe import fitting_recipe

@@ -135,7 +135,7 @@ def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token
     Args:
         obstacle: why the model or the recipe cannot train on packed rows; None where it can.
     """
-    from roundpipe_cli.data.rows import DatasetSpec
+    from roundpipe_cli.data.settings import DatasetSpec
     from roundpipe_cli.data.sources import count_dataset
     from roundpipe_cli.data.tokenized import RowMix, held_out_count
 

@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import CALL_FORMS, Conversation, Message, in_form
-from roundpipe_cli.data.rows import BadRowError, TrainRules, printable
+from roundpipe_cli.data.rows import BadRowError, printable
+from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
 from roundpipe_cli.data.turns import TurnEnds, WrittenTurns, leaves_out

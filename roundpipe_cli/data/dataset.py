@@ -24,15 +24,8 @@ from roundpipe_cli.data.chat import TEMPLATE_DATE
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
-from roundpipe_cli.data.rows import (
-    MAX_LISTED,
-    DataReport,
-    DataSettings,
-    RawRow,
-    SourceReport,
-    in_chunks,
-    listed,
-)
+from roundpipe_cli.data.rows import MAX_LISTED, DataReport, RawRow, SourceReport, in_chunks, listed
+from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shards
 from roundpipe_cli.data.sources import Source, find_sources, fingerprint, no_rows
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, same_rows

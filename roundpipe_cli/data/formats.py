@@ -32,14 +32,8 @@ from roundpipe_cli.data.messages import (
     read_turns,
     with_system,
 )
-from roundpipe_cli.data.rows import (
-    BadRowError,
-    DatasetSpec,
-    checked_text,
-    column_names,
-    delimiter_hint,
-    printable,
-)
+from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, delimiter_hint, printable
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
 
 # Rows of preference pairs: finds their prompt and answers, and puts an answer behind its prompt.

@@ -16,7 +16,6 @@ from typing import Any
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.data.rows import (
     JSON_DECODER,
-    AlpacaJoin,
     BadRowError,
     check_text,
     checked_text,
@@ -25,6 +24,7 @@ from roundpipe_cli.data.rows import (
     shown,
     unfit,
 )
+from roundpipe_cli.data.settings import AlpacaJoin
 
 # Tools that an assistant may call, and its calls, as OpenAI, TRL and LLaMA-Factory write them.
 

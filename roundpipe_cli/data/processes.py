@@ -20,8 +20,10 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, cast
 
 from roundpipe_cli.data.formats import RowFormat
-from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, find_template
-from roundpipe_cli.data.rows import DataSettings, RawRow
+from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder
+from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import Limits, OutOfTime, leave_parent, processor_limit, signals_held

@@ -30,7 +30,8 @@ from roundpipe_cli.data.files import (
     structs_of,
     table_row,
 )
-from roundpipe_cli.data.rows import DELIMITERS, DatasetSpec, RawRow, printable
+from roundpipe_cli.data.rows import DELIMITERS, RawRow, printable
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import digests_of
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice, other_settings

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from roundpipe_cli.data.messages import END_OF_THOUGHT, Content, Conversation
-from roundpipe_cli.data.rows import BadRowError, TrainRules
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import TrainRules
 
 BEGIN_OF_THOUGHT = "<think>"
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

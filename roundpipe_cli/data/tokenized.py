@@ -226,7 +226,7 @@ class TokenizedRows(Sequence[Row]):
 
     @property
     def numbers(self) -> list[Rows]:
-        """Of each source, the numbers in there of its rows, those that were not selected among them."""
+        """The numbers that its rows have in each source, those that were not selected among them."""
         return [places[:, 1] for places in self._places]
 
     @property

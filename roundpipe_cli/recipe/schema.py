@@ -235,7 +235,8 @@ class DatasetConfig:
 
     path: Words
     """A local file, glob (`data/**/*.jsonl`) or folder (jsonl, json, parquet, csv, tsv, txt, also .gz), or a hub
-    dataset id. Relative paths are tried from the working directory, then from the recipe's folder."""
+    dataset id. Relative paths are tried from the working directory, then from the recipe's folder. Files without rows
+    are left out and counted."""
     name: Words | None = None
     """Configuration of a hub dataset, for instance `main` of openai/gsm8k. null is its default."""
     type: Literal["auto", RowType] = "auto"
@@ -247,7 +248,7 @@ class DatasetConfig:
     its source have come. All weights equal (as here): every row once an epoch, whatever the sizes."""
     columns: Mapping[Column, Words] = field(default_factory=dict)
     """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
-    prompt. Empty: the columns have the type's own names."""
+    prompt. Empty: the columns have the type's own names. Optional ones are looked for in each row."""
     roles_to_train: Annotated[tuple[RowRole, ...], NotEmpty()] = ("assistant",)
     """Roles whose turns are trained, each with the end of its turn. A message with `train: true` is too, and one with
     `train: false` or `weight: 0` is not, whatever its role."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.batching import BatchSampler, RowBatch
+from roundpipe_cli.data.collate import collate, collate_packed, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.train.prepare.setup import Setup, rows_of_steps

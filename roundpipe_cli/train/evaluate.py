@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.batching import pad_token_id
+from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError

@@ -15,7 +15,8 @@ import torch
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.data.batching import RowBatch, pad_token_id
+from roundpipe_cli.data.batching import RowBatch
+from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch

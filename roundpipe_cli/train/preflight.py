@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
-from roundpipe_cli.data.rows import DatasetSpec
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
 from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_model

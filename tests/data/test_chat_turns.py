@@ -14,7 +14,8 @@ from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.errors import RefusedError
 from tests.data.test_chat_templates import TOOL, output, said, user
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows

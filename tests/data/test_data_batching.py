@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch, collate
+from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch
+from roundpipe_cli.data.collate import collate
 from roundpipe_cli.data.tokenized import Packer, Row, RowMix, epoch_order
 from roundpipe_cli.errors import RefusedError
 

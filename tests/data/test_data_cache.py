@@ -20,7 +20,7 @@ from roundpipe_cli.cli import checks
 from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data import dataset as keys
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.shards import _content_sum, file_sums
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError

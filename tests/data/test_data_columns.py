@@ -14,7 +14,8 @@ import pytest
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
 from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.row_chunks import RowEncoder
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings, RawRow
+from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from tests.data.test_data_dataset import CHATML, build, byte_tokenizer, trained_text, write_rows

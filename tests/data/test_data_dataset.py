@@ -18,7 +18,7 @@ import pytest
 
 from roundpipe_cli.cli.init_choice import look_at_rows
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.sources import count_dataset
 from roundpipe_cli.data.tokenized import TokenizedDataset, hold_out, same_rows
 from roundpipe_cli.errors import RefusedError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
 from tests.support.e2e import smollm2_source
 

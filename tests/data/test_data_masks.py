@@ -20,7 +20,8 @@ from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
 from tests.data.test_data_dataset import byte_tokenizer
 from tests.support.e2e import smollm2_source

@@ -18,7 +18,8 @@ from roundpipe_cli.data import processes
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.processes import EncoderPool
 from roundpipe_cli.data.row_chunks import RowEncoder
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings, RawRow
+from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import InternalError, NoProgressError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.watchdog import watching

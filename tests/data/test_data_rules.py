@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.files import read_file
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.sources import Source
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RecipeError, RefusedError

@@ -18,7 +18,8 @@ import pytest
 
 from roundpipe_cli.data import files
 from roundpipe_cli.data.files import OTHER_KINDS, refuse_useless
-from roundpipe_cli.data.rows import DatasetSpec, RawRow
+from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import check_files, count_dataset, find_sources, fingerprint, no_rows, parse_split
 from roundpipe_cli.errors import RefusedError
 from tests.support.covering import swept

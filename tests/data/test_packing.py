@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.batching import collate, collate_packed
+from roundpipe_cli.data.collate import collate, collate_packed
 from roundpipe_cli.data.tokenized import Packer, Row, first_fit_decreasing
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import Microbatch, StepResult

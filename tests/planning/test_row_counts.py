@@ -10,7 +10,7 @@ import pytest
 
 from roundpipe_cli.data import files
 from roundpipe_cli.data.files import count_rows, read_file
-from roundpipe_cli.data.rows import DatasetSpec
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import count_dataset, find_sources
 
 ROWS = [{"text": f'row {number}\nof two lines, "quoted"', "more": number} for number in range(23)]

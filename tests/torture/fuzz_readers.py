@@ -167,7 +167,7 @@ def _costs() -> Any:
 
 def _build_dataset(folder: Path) -> None:
     from roundpipe_cli.data.dataset import build_dataset
-    from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 
     build_dataset(DataSettings((DatasetSpec(str(folder / "rows.jsonl")),), 64), make_tokenizer(), num_workers=1)
 
@@ -218,7 +218,7 @@ def _damage_gz(folder: Path, draw: random.Random) -> None:
 
 
 def _read_rows(folder: Path) -> None:
-    from roundpipe_cli.data.rows import DatasetSpec
+    from roundpipe_cli.data.settings import DatasetSpec
     from roundpipe_cli.data.sources import find_sources
 
     for path in sorted((*folder.glob("*.gz"), *folder.glob("*.parquet"))):

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import held_out_positions, hold_out
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.data.chat import ChatTemplate
-from roundpipe_cli.data.row_chunks import find_template
+from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.files.quantization import SETTINGS

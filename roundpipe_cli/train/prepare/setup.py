@@ -23,7 +23,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow
 from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
-from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.tokenized import (
     Packer,
     Row,

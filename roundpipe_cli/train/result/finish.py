@@ -23,7 +23,7 @@ from torch import nn
 
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
-from roundpipe_cli.data.row_chunks import find_template
+from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError, redact
 from roundpipe_cli.events import DeviceLost, StepFinished

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.machine import host_memory, slow_in_16_bit
-from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.data.rows import printable
+from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
