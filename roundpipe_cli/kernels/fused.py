@@ -239,9 +239,13 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sign: int, sin1: torch.Tensor, *
 
 
 def adds_products(like: torch.Tensor) -> bool:
-    """Whether torch adds products of `like`'s type to a sum in float32, unrounded: NVIDIA's cards in 16 bit."""
-    is_cuda = like.device.type == "cuda" and torch.version.cuda is not None
-    return is_cuda and like.dtype in (torch.float16, torch.bfloat16) and "dtype_out" in torch.ops.aten.addmm.overloads()
+    """Whether torch adds products of `like`'s type to a sum in float32, unrounded: NVIDIA's cards in 16 bit, but for
+    float16 while its products add up in float16. Torch refuses those, and the switch is the whole process's: off for
+    one product it would be off for what other threads issue meanwhile."""
+    if like.device.type != "cuda" or torch.version.cuda is None or "dtype_out" not in torch.ops.aten.addmm.overloads():
+        return False
+    is_narrow = like.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+    return like.dtype in (torch.float16, torch.bfloat16) and not is_narrow
 
 
 def product_sum(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -28,11 +28,38 @@ def _histogram(values: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.histc(values.float(), *args).to(values.dtype)
 
 
+def _check_wider(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> None:
+    """As torch (aten/src/ATen/native/cuda/Blas.cpp, aten/src/ATen/cuda/CUDABlas.cpp)."""
+    if left.dtype != right.dtype:
+        raise RuntimeError("expected mat1 and mat2 to have the same dtype")
+    if left.dtype not in (torch.float16, torch.bfloat16) or out_dtype not in (left.dtype, torch.float32):
+        raise RuntimeError("out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs")
+    narrow = torch.backends.cuda.matmul.allow_fp16_accumulation
+    if left.dtype == torch.float16 and out_dtype == torch.float32 and narrow:
+        raise RuntimeError(
+            "gemm input type at::Half and output type float is not supported with allowFP16AccumulationCuBLAS"
+        )
+
+
 def _wider_product(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    _check_wider(left, right, out_dtype)
     return torch.mm(left.to(out_dtype), right.to(out_dtype))
 
 
-SUBSTITUTES: dict[str, Callable[..., Any]] = {"aten.histc.default": _histogram, "aten.mm.dtype": _wider_product}
+def _wider_sum(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor
+) -> torch.Tensor:
+    _check_wider(left, right, out_dtype)
+    if not total.dtype == out.dtype == out_dtype:
+        raise RuntimeError("self dtype must match out_dtype, and so must out's")
+    return torch.addmm(total, left.to(out_dtype), right.to(out_dtype), out=out)
+
+
+SUBSTITUTES: dict[str, Callable[..., Any]] = {
+    "aten.histc.default": _histogram,
+    "aten.mm.dtype": _wider_product,
+    "aten.addmm.dtype_out": _wider_sum,
+}
 """What devices can do and the processor cannot: a histogram of integers, a product with a result of another type."""
 
 

@@ -167,7 +167,7 @@ def _made_on_host(make: Callable[..., Any], to: Callable[..., Any]) -> Callable[
 
 
 def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
-    """Names of `torch.cuda`."""
+    """Names of `torch.cuda`, and the version of CUDA that torch is built for."""
     streams, lock, devices = machine.streams, machine.lock, machine.devices
     fractions = [1.0] * len(cards)
 
@@ -246,6 +246,7 @@ def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
         "_sleep": lambda cycles: None,
     }
     settings = lambda text: setattr(machine, "grows_segments", "expandable_segments:True" in text)  # noqa: E731
+    version = [(torch.version, "cuda", "13.0"), (torch.version, "hip", None)]
     below = [("_cuda_clearCublasWorkspaces", lambda: None), ("_accelerator_setAllocatorSettings", settings)]
     above = [(torch.cuda, name, value) for name, value in values.items()]
-    return above + [(torch._C, name, value) for name, value in below]
+    return version + above + [(torch._C, name, value) for name, value in below]
