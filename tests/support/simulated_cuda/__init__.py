@@ -28,6 +28,7 @@ from tests.support.simulated_cuda.clocks import Actor, Unordered
 from tests.support.simulated_cuda.memory import BLOCK_BYTES, CachingAllocator, PageLocked
 from tests.support.simulated_cuda.mode import CardMode, Machine
 from tests.support.simulated_cuda.patches import Patch, Runtime, cuda_patches, tensor_patches
+from tests.support.simulated_cuda.program import Transfers
 from tests.support.simulated_cuda.streams import SimulatedStream, Streams
 from tests.support.simulated_cuda.threads import BackwardThreads, ThreadHooks
 
@@ -64,7 +65,7 @@ class _Actors:
     """The host threads that have been seen, and all streams."""
 
     def __init__(self) -> None:
-        self._numbers = count(1)
+        self._numbers, self._threads = count(1), count(-1, -1)
         self._of_thread = threading.local()
 
     def new(self, name: str) -> Actor:
@@ -74,7 +75,7 @@ class _Actors:
         """The calling thread's."""
         found: Actor | None = getattr(self._of_thread, "actor", None)
         if found is None:  # not `current_thread`, which takes locks that ask for this
-            found = self._of_thread.actor = self.new(f"host thread {_thread.get_ident()}")
+            found = self._of_thread.actor = Actor(next(self._threads), f"host thread {_thread.get_ident()}")
         return found
 
 
@@ -130,7 +131,8 @@ class Simulation:
         SimulatedStream.owner = self.machine.streams
         self._stack.callback(lambda: delattr(SimulatedStream, "owner"))
         patches = cuda_patches(self.machine, self._cards, self._runtime)
-        for patch in (*patches, *self._hooks.patches()):
+        transfers = Transfers(self.machine, self._actors.new)
+        for patch in (*patches, *self._hooks.patches(), *transfers.patches()):
             self._put(patch)
         backward_threads = BackwardThreads(len(self._cards))  # whose locks hand clocks on
         self._stack.callback(backward_threads.end)

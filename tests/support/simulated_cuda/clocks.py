@@ -1,8 +1,9 @@
 """Who did what before whom: vector clocks of host threads and streams, and the accesses to each range of bytes.
 
-A thread or a stream is an actor. Its clock says of every actor up to which of its operations all has happened before.
-Two accesses to common bytes, one of them a write, must be ordered by the clocks, whatever the timing of this one run
-was. A lock, an event or a started thread hands clocks on; nothing else does.
+A thread or a stream is an actor, and so is each transfer of a step on its stream (`program.py`). Its clock says of
+every actor up to which of its operations all has happened before. Two accesses to common bytes, one of them a write,
+must be ordered by the clocks, whatever the timing of this one run was. A lock, an event or a started thread hands
+clocks on; nothing else does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 Clock = dict[int, int]
 """Actor -> number of its operations that have happened before."""
@@ -34,11 +36,19 @@ def join(clock: Clock, other: Clock) -> bool:
     return is_new
 
 
+def of_hosts(clock: Clock) -> Clock:
+    """What a clock says of host threads."""
+    return {actor: count for actor, count in clock.items() if actor < 0}
+
+
 class Actor:
-    """A host thread or a stream."""
+    """A host thread, a stream or a transfer."""
 
     def __init__(self, number: int, name: str) -> None:
+        """`number`: negative for host threads."""
         self.number, self.name = number, name
+        self.waited_for: Clock = {}
+        """Of a host thread: what it has waited for itself, or what was over when it began."""
         self.count = 0
         """Of its operations so far."""
         self.clock: Clock = {}
@@ -83,6 +93,10 @@ class Access:
     thread: str
     """Host thread that issued it."""
     frames: Frames
+    line: Any = None
+    """Stream that it was on; None: the host."""
+    place: int = 0
+    """Its number among the stream's operations."""
 
     def __str__(self) -> str:
         stack = " < ".join(f"{PurePath(file).name}:{line} {name}" for file, line, name in self.frames)
@@ -146,6 +160,18 @@ class History:
             return wrong
         self._replace(first, last, self._cut(overlapped, start, end, access, writes))
         return wrong
+
+    def forget(self, start: int, end: int, known: Clock, done: dict[Any, float]) -> None:
+        """The bytes are given out again: drop accesses that are over by then, as the clock says, or the number of
+        operations that each stream has done."""
+
+        def is_over(access: Access) -> bool:
+            return access.count <= known.get(access.actor.number, 0) or access.place <= done.get(access.line, -1)
+
+        for one in self._ranges:
+            if one.start < end and start < one.end:
+                one.write = None if one.write is None or is_over(one.write) else one.write
+                one.reads = {actor: read for actor, read in one.reads.items() if not is_over(read)}
 
     def _conflicts(self, overlapped: list[_Range], access: Access, writes: bool) -> list[Unordered]:
         clock, wrong = access.actor.clock, []

@@ -7,6 +7,7 @@ in every floating type and -1 in the others.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,13 +54,15 @@ class Block:
     recorded: set[int] = field(default_factory=set)
     """Streams that `record_stream` named."""
     known: Clock = field(default_factory=dict)
-    """What had happened when it became free: who gets it next knows that too."""
+    """What had happened when it became free: no later access to it comes before that."""
+    done: dict[Line, float] = field(default_factory=dict)
+    """By stream: number of its operations that were over before it was given out again."""
 
     def poison(self) -> None:
         """Write over the block, behind the copies that its own stream has put off: those may still use it."""
         line = self.segment.pool
         if line is not None and line.deferred:
-            line.deferred.append((line.actor.count, self._fill))
+            line.deferred.append((line.count, self._fill))
         else:
             self._fill()
 
@@ -130,8 +133,10 @@ class CachingAllocator:
         block.segment.num_used += 1
         self.allocated_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        self._streams.myself().learn(block.known)
-        block.used_by, block.recorded, block.known = {}, set(), {}
+        if pool is not None:
+            block.done[pool] = math.inf  # in the stream's order
+        block.segment.history.forget(block.start, block.start + size, block.known, block.done)
+        block.used_by, block.recorded, block.known, block.done = {}, set(), {}, {}
         return lease_of(block, max(1, num_bytes), self._give_back), block
 
     def _give_back(self, block: Block) -> None:
@@ -153,9 +158,10 @@ class CachingAllocator:
             self._waiting.append(block)
         held = []
         for block in self._waiting:
-            if all(marker.poll() for marker in block.used_by.values()):
+            if all(marker.poll(teaches=False) for marker in block.used_by.values()):
                 for marker in block.used_by.values():
                     join(block.known, marker.clock)
+                    block.done[marker.line] = max(marker.count, block.done.get(marker.line, 0))
                 block.poison()
                 block.segment.num_used -= 1
                 self._free.setdefault((block.segment.pool, block.num_bytes), []).append(block)

@@ -131,14 +131,15 @@ class Machine:
 
     def begin(self, name: str, line: Line | None) -> Access:
         """The next operation of a stream, or of the calling thread."""
-        thread = self.myself()
-        actor: Actor = thread
-        if line is not None:
-            self.streams.launch(line.device)
-            actor = line.actor
-            line.learn_of(thread)
-            self.launches[threading.current_thread().name] += 1
-        return Access(actor, actor.step(), name, threading.current_thread().name, short_stack())
+        actor: Actor = self.myself()
+        thread = threading.current_thread().name
+        if line is None:
+            return Access(actor, actor.step(), name, thread, short_stack())
+        self.streams.launch(line.device)
+        actor = self.streams.issuer(line)
+        line.count += 1
+        self.launches[thread] += 1
+        return Access(actor, actor.step(), name, thread, short_stack(), line, line.count)
 
     def note(self, access: Access, uses: Sequence[Use]) -> None:
         for tensor, memory, writes in sorted(uses, key=lambda use: use[2]):
@@ -300,8 +301,6 @@ class CardMode(TorchDispatchMode):
                 outputs = machine.like(outputs, None if place is PINNED else place, copies=access is not None)
             if access is not None:
                 with machine.lock:
-                    if line is not None:
-                        line.learn_of(machine.myself())  # allocations come before the operation
                     machine.note(access, [(outputs, machine.memory_of(outputs), True)])
             return outputs
         if isinstance(outputs, (list, tuple)):
@@ -349,7 +348,7 @@ class CardMode(TorchDispatchMode):
                 host_block.used_by[machine.streams.lines.index(line)] = machine.streams.marker(line)
             put_off = machine.lazy and crosses and is_async and free
             if put_off:
-                line.deferred.append((access.count, _later(uses)))
+                line.deferred.append((access.place, _later(uses)))
             else:
                 line.run_until(1 << 62)
                 target.copy_(source)

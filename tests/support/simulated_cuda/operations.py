@@ -20,7 +20,7 @@ _HOST_WAITS = frozenset(
 _MIXED = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"})
 """These take indices on the host for tensors on a device; they are uploaded, and the host waits."""
 _RESHAPES = frozenset(
-    {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::_has_same_storage_numel"}
+    {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::_has_same_storage_numel", "aten::set_"}
 )
 
 

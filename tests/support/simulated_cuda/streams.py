@@ -18,33 +18,40 @@ from typing import Any
 
 import torch
 
-from tests.support.simulated_cuda.clocks import Actor, Clock, join
+from tests.support.simulated_cuda.clocks import Actor, Clock, join, of_hosts
 
-MAX_POLLS = 4
-"""Times that the host may ask for an event before it is told that it has happened."""
+MAX_POLLS = (1, 2, 4, 12)
+"""Times that the host may ask for an event before it is told that it has happened; each stream has a limit of its own,
+so that one is late and another is not."""
 
 
 class Line:
     """One stream's work, in order."""
 
-    def __init__(self, device: int, actor: Actor) -> None:
-        self.device, self.actor = device, actor
+    def __init__(self, device: int, actor: Actor, max_polls: int) -> None:
+        self.device, self.actor, self.max_polls = device, actor, max_polls
+        self.count = 0
+        """Operations so far."""
         self.completed = 0
         """Operations that the host knows to be done."""
         self.seen: Clock = {}
-        """What has happened if those are done."""
-        self._issuer = (0, 0)
-        """Thread that issued the last operation, and the version of its clock then."""
+        """Of its transfers, those that the host knows to be done."""
+        self.by_program = False
+        """A worker's: what its order with other streams comes from is in the program (`program.py`)."""
+        self.issuer = (0, 0, 0)
+        """Thread that issued the last operation, and what it knew then."""
+        self.transfers: list[Actor] = []
+        """Those on it that its own actor does not know of yet."""
         self.deferred: deque[tuple[int, Callable[[], None]]] = deque()
         """(number of the operation, what it does): copies that are put off."""
         self.ends_at: float = math.inf
         """The device hangs: operations from here on never end."""
 
-    def learn_of(self, thread: Actor) -> None:
-        """The thread issues something: all that it knows of has happened before."""
-        if self._issuer != (thread.number, thread.version):
-            self._issuer = (thread.number, thread.version)
-            self.actor.learn(thread.clock)
+    def join_transfers(self) -> None:
+        """What follows on the stream, and belongs to no transfer, comes after all of them."""
+        for transfer in self.transfers:
+            self.actor.learn(transfer.clock)
+        self.transfers.clear()
 
     def run_until(self, count: int) -> None:
         """Carry out what was put off, up to operation `count`."""
@@ -55,32 +62,44 @@ class Line:
 class Marker:
     """A point in a stream's work."""
 
-    def __init__(self, line: Line, myself: Callable[[], Actor], polls: int) -> None:
-        self.line, self._myself, self._polls_left = line, myself, polls
-        self.count, self.clock = line.actor.count, dict(line.actor.clock)
+    def __init__(self, line: Line, actor: Actor, myself: Callable[[], Actor], polls: int) -> None:
+        """`actor`: whose work is done with it, the stream's or a transfer's."""
+        self.line, self._actor, self._myself, self._polls_left = line, actor, myself, polls
+        self.count, self.clock = line.count, dict(actor.clock)
         self.time_s = time.perf_counter()
+        self.seen_by: set[int] = set()
+        """Host threads that know that the stream has come here."""
 
     @property
     def is_done(self) -> bool:
         """Whether the host knows that the stream has come here."""
         return self.count <= self.line.completed
 
-    def poll(self) -> bool:
-        """Ask whether the stream has come here; after a few times it has."""
+    def poll(self, *, teaches: bool = True) -> bool:
+        """Ask whether the stream has come here; after a few times it has. `teaches`: the calling thread acts on it."""
         if self.count > self.line.ends_at:
             return False
         if not self.is_done and self._polls_left > 0:
             self._polls_left -= 1
             return False
-        self.complete()
+        self._reached()
+        if teaches:
+            self._myself().learn(self.clock)
         return True
 
-    def complete(self) -> None:
-        """The host waits for this point, or finds that it has been reached."""
+    def _reached(self) -> None:
         self.line.run_until(self.count)
         self.line.completed = max(self.line.completed, self.count)
-        join(self.line.seen, self.clock)
-        self._myself().learn(self.clock)
+        if self._actor is not self.line.actor:
+            join(self.line.seen, {self._actor.number: self.clock.get(self._actor.number, 0)})
+        self.seen_by.add(self._myself().number)
+
+    def complete(self) -> None:
+        """The host waits for this point."""
+        self._reached()
+        thread = self._myself()
+        thread.learn(self.clock)
+        join(thread.waited_for, self.clock)
 
 
 class Streams:
@@ -92,6 +111,8 @@ class Streams:
         self._of_thread = threading.local()
         self._defaults: dict[int, SimulatedStream] = {}
         self.lines: list[Line] = []
+        self.floor: Clock = {}
+        """What was over when the step under way began."""
         self.lock: Any = None
         """The simulation's."""
         self.failed: set[int] = set()
@@ -114,7 +135,7 @@ class Streams:
     def hang(self, device: int) -> None:
         for line in self.lines:
             if line.device == device:
-                line.ends_at = line.actor.count
+                line.ends_at = line.count
 
     def launch(self, device: int) -> None:
         """An operation is given to a device.
@@ -138,15 +159,64 @@ class Streams:
     def wait_for_ever_if_hung(self, line: Line) -> None:
         """The host waits for a stream; called without the lock."""
         self.check(line.device)
-        if line.actor.count > line.ends_at:
+        if line.count > line.ends_at:
             lock = _thread.allocate_lock()
             lock.acquire()
             lock.acquire()
 
     def line(self, device: int) -> Line:
         name = f"stream {sum(line.device == device for line in self.lines)} of cuda:{device}"
-        self.lines.append(Line(device, self._new_actor(name)))
+        self.lines.append(Line(device, self._new_actor(name), self.random.choice(MAX_POLLS)))
         return self.lines[-1]
+
+    # -- who issues ----------------------------------------------------------------------------------------------
+
+    @property
+    def transfer(self) -> Actor | None:
+        """The transfer of a step that the calling thread works at."""
+        return getattr(self._of_thread, "transfer", None)
+
+    @property
+    def looks(self) -> bool:
+        """Whether the calling thread asks for events on behalf of transfers, which `program.py` then tells."""
+        return getattr(self._of_thread, "looks", False)
+
+    @looks.setter
+    def looks(self, value: bool) -> None:
+        self._of_thread.looks = value
+
+    @contextmanager
+    def working_at(self, transfer: Actor | None) -> Iterator[None]:
+        before, self._of_thread.transfer = self.transfer, transfer
+        try:
+            yield
+        finally:
+            self._of_thread.transfer = before
+
+    def issuer(self, line: Line) -> Actor:
+        """Whose next operation on the stream it is, with all in its clock that certainly happens before.
+
+        A worker's streams learn of the host what it did to its memory, and what it waited for. That some thread once
+        saw an event there, and that another took a lock after it, may be otherwise in the next run.
+        """
+        thread, transfer = self.myself(), self.transfer
+        if transfer is not None:  # a chunk follows the one before
+            transfer.learn(thread.waited_for)
+            transfer.learn({thread.number: thread.count})
+            if transfer not in line.transfers:
+                line.transfers.append(transfer)
+            return transfer
+        line.join_transfers()
+        known = thread.number, thread.version, id(self.floor)
+        if line.issuer == known:
+            return line.actor
+        line.issuer = known
+        if line.by_program:
+            for clock in (of_hosts(thread.clock), thread.waited_for, self.floor):
+                line.actor.learn(clock)
+        else:
+            line.actor.learn(thread.clock)
+        return line.actor
 
     @property
     def device(self) -> int:
@@ -172,7 +242,10 @@ class Streams:
             return self._defaults[device]
 
     def marker(self, line: Line) -> Marker:
-        return Marker(line, self.myself, self.random.randrange(MAX_POLLS))
+        actor = self.transfer
+        if actor is None:
+            line.join_transfers()
+        return Marker(line, actor or line.actor, self.myself, self.random.randrange(line.max_polls))
 
     def synchronize(self, line: Line) -> None:
         self.marker(line).complete()
@@ -201,7 +274,7 @@ class SimulatedStream:
         if event.marker is not None:
             with self._streams.lock:
                 event.marker.line.run_until(event.marker.count)
-                self.line.actor.learn(event.marker.clock)
+                (self._streams.transfer or self.line.actor).learn(event.marker.clock)
 
     def synchronize(self) -> None:
         self._streams.wait_for_ever_if_hung(self.line)
@@ -227,7 +300,7 @@ class SimulatedEvent:
         if self.marker is not None:
             self._streams.check(self.marker.line.device)
         with self._streams.lock:
-            return self.marker is None or self.marker.poll()
+            return self.marker is None or self.marker.poll(teaches=not self._streams.looks)
 
     def synchronize(self) -> None:
         if self.marker is not None:

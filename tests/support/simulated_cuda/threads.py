@@ -89,11 +89,13 @@ class ThreadHooks:
         )
 
         def tracked_start(thread: Any) -> None:
-            thread._simulated_clock = dict(myself().clock)
+            thread._simulated_clock = dict(myself().clock), dict(myself().waited_for)
             start(thread)
 
         def tracked_bootstrap(thread: Any) -> None:
-            myself().learn(getattr(thread, "_simulated_clock", {}))
+            clock, waited_for = getattr(thread, "_simulated_clock", ({}, {}))
+            myself().learn(clock)
+            myself().waited_for = waited_for
             with inside():
                 bootstrap(thread)
             thread._simulated_end = dict(myself().clock)
