@@ -7,8 +7,6 @@ AdamW: in float32 by plain PyTorch alone, in 16 bit with gradients from one work
 from __future__ import annotations
 
 import math
-import random
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.program import stage_layers
 from roundpipe_cli.errors import InternalError
@@ -35,7 +32,7 @@ from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import make_workspace, metrics, untied_and_tied
 from tests.support.schedules import dealt
-from tests.support.simulated_cases import Bits, Case, gradient_bits, is_equal
+from tests.support.simulated_cases import write_layers
 from tests.support.tiny import Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
 NUM_STEPS = 3
@@ -231,13 +228,6 @@ def test_an_early_update_is_left_out_from_a_gradient_that_is_not_finite(squares:
 SIZES = [(1, 6), (2, 5), (1, 4), (1, 7)]
 
 
-def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
-    """The next version of these layers, in float32."""
-    for layer in layers:
-        with rig.store.next_version(layer) as place:
-            place.masters.add_(gradients[layer], alpha=-0.01)
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("written", [(), (0, 1)])
 @pytest.mark.parametrize("before", [False, True])
@@ -293,38 +283,3 @@ def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
     assert sum(kind is Kind.FORWARD for kind, _ in seen) == before > 0, "every forward of the first round"
     assert all(layers[1] < last for _, layers in seen), "and nothing that reads the head"
     assert loss == again and all(torch.equal(*pair) for pair in zip(found, rig.store.gradients, strict=True))
-
-
-# --- on simulated cards ---------------------------------------------------------------------------------------------
-
-
-def beside(engine: Engine, rig: Rig, case: Case) -> Bits:
-    """Steps, each given to the workers while another thread writes the weights for it."""
-    bits: Bits = []
-    schedule, draw = case.schedule(rig, len(case.microbatches)), random.Random(5)
-    gradients = [gradient.clone() for gradient in rig.store.gradients]
-
-    def update() -> None:
-        for layer in range(rig.num_layers):
-            time.sleep(0.02 * draw.random())
-            write_layers(rig, gradients, [layer])
-
-    for step in range(case.num_steps):
-        result = engine.run_step(case.microbatches, schedule, step=step, version=step)
-        bits += [result.loss, result.gradient_norm, *gradient_bits(rig)]
-        gradients = [gradient.clone() for gradient in rig.store.gradients]
-        if step + 1 < case.num_steps:
-            threading.Thread(target=update).start()
-    return bits
-
-
-UPDATED = {
-    "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}, num_steps=2, steps=beside),
-    "cached": Case("llama", "lora", engine={"weight_cache_bytes": 10**9}, num_steps=3, steps=beside),
-}
-
-
-@pytest.mark.parametrize("name", UPDATED)
-def test_updates_beside_a_step_are_ordered_on_cards(name: str) -> None:
-    found, _ = UPDATED[name].simulated(1, lazy=True)
-    assert is_equal(found, UPDATED[name].on_processor())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ import torch
 
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CHUNK_BYTES
+from roundpipe_cli.engine import layer as layer_file
 from roundpipe_cli.engine import worker
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
@@ -43,12 +46,15 @@ CARDS = (Card(), SMALL_CARD)
 Bits = list[object]
 
 
-def roundpipe(rig: Rig, num_microbatches: int, **options: Any) -> Schedule:
-    """Two blocks a forward stage, one a backward stage, the head alone; two workers."""
+def roundpipe(
+    rig: Rig, num_microbatches: int, *, workers: int = 2, blocks: int = 2, **options: Any
+) -> Schedule:
+    """So many blocks a forward stage, one a backward stage, the head alone."""
     last = rig.num_layers - 1
-    forward = [(start, min(start + 1, last - 1)) for start in range(0, last, 2)]
+    starts = range(0, last, 2) if blocks == 2 else (0, *range(2, last))
+    forward = [(start, max(1, min(start + blocks - 1, last - 1))) for start in starts]
     backward = [(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)]
-    return dealt(forward, backward, 2, num_microbatches, **options)
+    return dealt(forward, backward, workers, num_microbatches, **options)
 
 
 def one_f_one_b(rig: Rig, num_microbatches: int) -> Schedule:
@@ -94,6 +100,33 @@ def update_early(engine: Engine, rig: Rig, case: Case) -> Bits:
     return bits
 
 
+def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
+    """The next version of these layers, in float32."""
+    for layer in layers:
+        with rig.store.next_version(layer) as place:
+            place.masters.add_(gradients[layer], alpha=-0.01)
+
+
+def update_beside(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """Steps, each given to the workers while another thread writes the weights for it."""
+    bits: Bits = []
+    schedule, draw = case.schedule(rig, len(case.microbatches)), random.Random(5)
+    gradients = [gradient.clone() for gradient in rig.store.gradients]
+
+    def update() -> None:
+        for layer in range(rig.num_layers):
+            time.sleep(0.02 * draw.random())
+            write_layers(rig, gradients, [layer])
+
+    for step in range(case.num_steps):
+        result = engine.run_step(case.microbatches, schedule, step=step, version=step)
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig)]
+        gradients = [gradient.clone() for gradient in rig.store.gradients]
+        if step + 1 < case.num_steps:
+            threading.Thread(target=update).start()
+    return bits
+
+
 @contextmanager
 def faulty(text: str) -> Iterator[None]:
     """A fault asked for, as the environment variable has it."""
@@ -125,9 +158,12 @@ def copies_that_take_long() -> Iterator[None]:
 def after_failures(engine: Engine, rig: Rig, case: Case) -> Bits:
     """Steps after one that failed at each kind of work; the host writes over its memory in between.
 
-    Slots were freed and gradient sums zeroed while what the failed step had issued still used them.
+    Slots were freed and gradient sums zeroed while what the failed step had issued still used them. Where nothing is
+    copied, which tells what to expect, no step fails.
     """
     bits: Bits = []
+    if any(one.backend.aliases_host for one in engine._workers):
+        return [one for _ in range(3) for one in train(engine, rig, case)]
     ways = {"work:slow=0.02:worker=0:nth=2,work:raise:worker=0:nth=2": copies_that_take_long()}
     for fault, copies in {**ways, "upload:raise:nth=5": nullcontext(), "download:raise:nth=4": nullcontext()}.items():
         with faulty(fault), copies, pytest.raises(InternalError, match="fault asked for"):
@@ -188,6 +224,9 @@ class Case:
     """Relative error of loss and gradients, where devices compute by other formulas than the processor."""
     waits: bool = False
     """Whether threads that issue wait for a device, as is known."""
+    devices: Sequence[int] = (0, 1)
+    """One for each worker of the schedule."""
+    float16_accumulation: bool = False
 
     def rig(self) -> Rig:
         return make_rig(self.model_type, self.method, **{"num_hidden_layers": 2, "kernels": "auto", **self.model})
@@ -198,14 +237,18 @@ class Case:
             return self.steps(engine, rig, self)
 
     def on_processor(self) -> Bits:
-        with norms_as_on_cards():
-            return self.on(self.rig(), [CpuBackend(1, copy=True) for _ in range(2)])
+        """What to expect: by workers that use the host's memory as it is, so without slots, transfers, their order."""
+        with rounding_as_on_cards(narrow=self.float16_accumulation):
+            return self.on(self.rig(), [CpuBackend(1) for _ in self.devices])
 
-    def simulated(self, seed: int, devices: Sequence[int] = (0, 1), **options: Any) -> tuple[Bits, Simulation]:
+    def simulated(
+        self, seed: int, devices: Sequence[int] | None = None, rig: Rig | None = None, **options: Any
+    ) -> tuple[Bits, Simulation]:
         """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
-        rig = self.rig()
+        rig = rig or self.rig()
         with simulated(seed, **options) as simulation, page_locked(rig):
-            bits = self.on(rig, backends_of(devices))
+            torch.backends.cuda.matmul.allow_fp16_accumulation = self.float16_accumulation
+            bits = self.on(rig, backends_of(devices or self.devices))
         return bits, simulation
 
 
@@ -242,14 +285,22 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
 
 
 @contextmanager
-def norms_as_on_cards() -> Iterator[None]:
-    """Norms computed on the processor by torch's function, as on a card, which rounds otherwise."""
-    decide = fused.takes_own_formula
-    fused.takes_own_formula = lambda device: False
-    try:
+def rounding_as_on_cards(*, narrow: bool = False) -> Iterator[None]:
+    """On the processor norms by torch's function, and unrounded sums of a head's products, as on a card; `narrow`: on
+    one that adds up in float16."""
+
+    def adds(like: torch.Tensor) -> bool:
+        return like.dtype == torch.bfloat16 or (like.dtype == torch.float16 and not narrow)
+
+    def product_sum(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found = torch.mm(left.float(), right.float())
+        return found if total is None else torch.addmm(total, left.float(), right.float(), out=total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "takes_own_formula", lambda device: False)
+        patch.setattr(layer_file, "adds_products", adds)
+        patch.setattr(layer_file, "product_sum", product_sum)
         yield
-    finally:
-        fused.takes_own_formula = decide
 
 
 @contextmanager
@@ -259,7 +310,7 @@ def kernels_as_on(cards: Sequence[Card] = CARDS) -> Iterator[None]:
     attention.set_up_attention(min(card.capability for card in cards))
     attention.takes_shared_keys = lambda key: decide(torch.empty(0, dtype=key.dtype, device="meta"))
     try:
-        with norms_as_on_cards():
+        with rounding_as_on_cards():
             yield
     finally:
         attention.takes_shared_keys = decide
@@ -304,6 +355,8 @@ _DROPOUT = {"attention_dropout": 0.1, "lora_dropout": 0.1}
 _REFERENCE = {"kernels": "reference"}
 _CACHED = {"weight_cache_bytes": 10**9}
 _UNPACKED_ONCE = {"whole_per_visit": True}
+_IN_CHUNKS = random_microbatches([(2, 12), (1, 21), (1, 30)])
+_FLOAT16 = {"model": {"dtype": torch.float16}, "loss_scale": 1024.0}
 CASES: dict[str, Case] = {
     "lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES)),
     "full": Case("llama", "full", num_steps=2, microbatches=random_microbatches(MORE_SIZES)),
@@ -317,6 +370,10 @@ CASES: dict[str, Case] = {
                             schedule=partial(roundpipe, sequence_chunks=2)),
     "mlp-chunks": Case("llama", "full", engine={"mlp_chunk_tokens": 5}),
     "kept-activations": Case("llama", "full", engine={"keep_blocks": 2}, schedule=one_f_one_b),
+    "kept-activations-moved": Case("llama", "full", {"num_hidden_layers": 3}, {"keep_blocks": 2}, devices=(0,),
+                                   schedule=partial(roundpipe, workers=1)),
+    "many-visits": Case("llama", "full", {"num_hidden_layers": 5}, microbatches=random_microbatches(MORE_SIZES),
+                        schedule=partial(roundpipe, blocks=1)),
     "recompute-layer": Case("llama", "full", _REFERENCE, engine={"recompute": "layer"}),
     "cache-whole": Case("llama", "lora", engine=_CACHED, num_steps=2),
     "cache-partial": Case("llama", "full", engine={"weight_cache_bytes": 180_000}, num_steps=2),
@@ -324,10 +381,15 @@ CASES: dict[str, Case] = {
     "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "early-updates": Case("llama", "full", num_steps=2, steps=update_early),
+    "updates-beside": Case("llama", "full", num_steps=3, steps=update_beside),
+    "updates-beside-tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}, num_steps=2,
+                                steps=update_beside),
+    "updates-beside-cached": Case("llama", "lora", engine=_CACHED, num_steps=3, steps=update_beside),
     "small-chunks": Case("llama", "full", chunk_bytes=10_000,
                          microbatches=random_microbatches([(2, 24), (1, 45)])),
     "after-failures": Case("llama", "full", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
     "after-failures-lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
+    "after-failures-cached": Case("llama", "lora", engine=_CACHED, steps=after_failures),
     "alike": Case("llama", "lora", microbatches=random_microbatches([(2, 5)] * 4)),
     "mixture-of-experts": Case("qwen3_moe", "full", waits=True),  # torch's grouped product is a loop in float32
     "expert-adapters": Case("qwen3_moe", "lora", {"dtype": torch.bfloat16, "lora_rank": 8}, bound=0.05, waits=True),
@@ -340,6 +402,12 @@ CASES: dict[str, Case] = {
     "fp8-once": Case("llama", "lora", {"packed_as": "fp8"}, engine=_UNPACKED_ONCE),
     "float16": Case("llama", "full", {"dtype": torch.float16}, loss_scale=1024.0),
     "bfloat16": Case("llama", "lora", {"dtype": torch.bfloat16}),
+    "head-in-chunks": Case("llama", "full", microbatches=_IN_CHUNKS),
+    "head-in-chunks-float16": Case("llama", "full", microbatches=_IN_CHUNKS, **_FLOAT16),
+    "head-in-chunks-narrow": Case("llama", "full", microbatches=_IN_CHUNKS, float16_accumulation=True, **_FLOAT16),
+    "head-in-chunks-bfloat16": Case("llama", "full", {"dtype": torch.bfloat16}, microbatches=_IN_CHUNKS),
+    "head-in-chunks-bfloat16-narrow": Case("llama", "full", {"dtype": torch.bfloat16}, microbatches=_IN_CHUNKS,
+                                           float16_accumulation=True),
     "evaluation": Case("llama", "lora", _REFERENCE, steps=evaluate),
     "preference": Case("llama", "lora", microbatches=pairs()),
 }  # fmt: skip
