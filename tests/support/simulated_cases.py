@@ -46,9 +46,7 @@ CARDS = (Card(), SMALL_CARD)
 Bits = list[object]
 
 
-def roundpipe(
-    rig: Rig, num_microbatches: int, *, workers: int = 2, blocks: int = 2, **options: Any
-) -> Schedule:
+def roundpipe(rig: Rig, num_microbatches: int, *, workers: int = 2, blocks: int = 2, **options: Any) -> Schedule:
     """So many blocks a forward stage, one a backward stage, the head alone."""
     last = rig.num_layers - 1
     starts = range(0, last, 2) if blocks == 2 else (0, *range(2, last))
@@ -111,17 +109,15 @@ def update_beside(engine: Engine, rig: Rig, case: Case) -> Bits:
     """Steps, each given to the workers while another thread writes the weights for it."""
     bits: Bits = []
     schedule, draw = case.schedule(rig, len(case.microbatches)), random.Random(5)
-    gradients = [gradient.clone() for gradient in rig.store.gradients]
 
     def update() -> None:
         for layer in range(rig.num_layers):
             time.sleep(0.02 * draw.random())
-            write_layers(rig, gradients, [layer])
+            write_layers(rig, rig.store.gradients, [layer])
 
     for step in range(case.num_steps):
         result = engine.run_step(case.microbatches, schedule, step=step, version=step)
         bits += [result.loss, result.gradient_norm, *gradient_bits(rig)]
-        gradients = [gradient.clone() for gradient in rig.store.gradients]
         if step + 1 < case.num_steps:
             threading.Thread(target=update).start()
     return bits
@@ -247,6 +243,7 @@ class Case:
         """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
         rig = rig or self.rig()
         with simulated(seed, **options) as simulation, page_locked(rig):
+            rig.store._changed = threading.Condition()  # whose lock hands clocks on
             torch.backends.cuda.matmul.allow_fp16_accumulation = self.float16_accumulation
             bits = self.on(rig, backends_of(devices or self.devices))
         return bits, simulation

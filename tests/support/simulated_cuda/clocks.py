@@ -110,9 +110,16 @@ class _Range:
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
     """By actor, since the last write."""
+    earlier: list[tuple[Access, bool]] = field(default_factory=list)
+    """(access, whether it writes) from before the bytes were given out again: on one stream they come first."""
 
     def part(self, start: int, end: int) -> _Range:
-        return _Range(start, end, self.write, dict(self.reads))
+        return _Range(start, end, self.write, dict(self.reads), list(self.earlier))
+
+    def accesses(self) -> list[tuple[Access, bool]]:
+        """Since the bytes were given out: the last write, and the reads after it."""
+        written = [] if self.write is None else [(self.write, True)]
+        return [*written, *((read, False) for read in self.reads.values())]
 
 
 @dataclass(frozen=True)
@@ -161,8 +168,8 @@ class History:
         self._replace(first, last, self._cut(overlapped, start, end, access, writes))
         return wrong
 
-    def forget(self, start: int, end: int, known: Clock, done: dict[Any, float]) -> None:
-        """The bytes are given out again: drop accesses that are over by then, as the clock says, or the number of
+    def forget(self, start: int, end: int, known: Clock, done: dict[Any, int]) -> None:
+        """The bytes are given out again: accesses are over that happened before, as the clock says, or the number of
         operations that each stream has done."""
 
         def is_over(access: Access) -> bool:
@@ -170,24 +177,22 @@ class History:
 
         for one in self._ranges:
             if one.start < end and start < one.end:
-                one.write = None if one.write is None or is_over(one.write) else one.write
-                one.reads = {actor: read for actor, read in one.reads.items() if not is_over(read)}
+                one.earlier = [item for item in (*one.earlier, *one.accesses()) if not is_over(item[0])]
+                one.write, one.reads = None, {}
 
     def _conflicts(self, overlapped: list[_Range], access: Access, writes: bool) -> list[Unordered]:
         clock, wrong = access.actor.clock, []
         for one in overlapped:
-            before = [] if one.write is None else [(one.write, True)]
-            if writes:
-                before += [(read, False) for read in one.reads.values()]
+            before = [*one.accesses(), *(item for item in one.earlier if item[0].line is not access.line)]
             for other, other_writes in before:
-                if clock.get(other.actor.number, 0) < other.count:
+                if (writes or other_writes) and clock.get(other.actor.number, 0) < other.count:
                     wrong.append(Unordered(self.name, one.start, one.end, other, other_writes, access, writes))
         return wrong
 
     @staticmethod
     def _note(one: _Range, access: Access, writes: bool) -> None:
         if writes:
-            one.write, one.reads = access, {}
+            one.write, one.reads, one.earlier = access, {}, []
         else:
             one.reads[access.actor.number] = access
 

@@ -7,7 +7,6 @@ in every floating type and -1 in the others.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ class Block:
     """Streams that `record_stream` named."""
     known: Clock = field(default_factory=dict)
     """What had happened when it became free: no later access to it comes before that."""
-    done: dict[Line, float] = field(default_factory=dict)
+    done: dict[Line, int] = field(default_factory=dict)
     """By stream: number of its operations that were over before it was given out again."""
 
     def poison(self) -> None:
@@ -133,8 +132,6 @@ class CachingAllocator:
         block.segment.num_used += 1
         self.allocated_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        if pool is not None:
-            block.done[pool] = math.inf  # in the stream's order
         block.segment.history.forget(block.start, block.start + size, block.known, block.done)
         block.used_by, block.recorded, block.known, block.done = {}, set(), {}, {}
         return lease_of(block, max(1, num_bytes), self._give_back), block

@@ -114,7 +114,8 @@ class Transfers:
         def backend_made(backend: CudaBackend, *args: Any, **kwargs: Any) -> None:
             make(backend, *args, **kwargs)
             for stream in (backend._compute, backend._up, backend._down):
-                stream.line.by_program = True  # type: ignore[attr-defined]
+                line: Any = stream.line  # type: ignore[attr-defined]
+                line.by_program, line.carries = True, stream is not backend._compute
 
         def worker_prepare(worker: Worker, op: Op, after: Sequence[Any]) -> Any:
             if not is_ours(worker):

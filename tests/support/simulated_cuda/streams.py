@@ -38,6 +38,8 @@ class Line:
         """Of its transfers, those that the host knows to be done."""
         self.by_program = False
         """A worker's: what its order with other streams comes from is in the program (`program.py`)."""
+        self.carries = False
+        """It carries transfers."""
         self.issuer = (0, 0, 0)
         """Thread that issued the last operation, and what it knew then."""
         self.transfers: list[Actor] = []
@@ -171,10 +173,9 @@ class Streams:
 
     # -- who issues ----------------------------------------------------------------------------------------------
 
-    @property
-    def transfer(self) -> Actor | None:
-        """The transfer of a step that the calling thread works at."""
-        return getattr(self._of_thread, "transfer", None)
+    def transfer_on(self, line: Line) -> Actor | None:
+        """The transfer of a step that the calling thread works at, if that is on this stream."""
+        return getattr(self._of_thread, "transfer", None) if line.carries else None
 
     @property
     def looks(self) -> bool:
@@ -186,12 +187,12 @@ class Streams:
         self._of_thread.looks = value
 
     @contextmanager
-    def working_at(self, transfer: Actor | None) -> Iterator[None]:
-        before, self._of_thread.transfer = self.transfer, transfer
+    def working_at(self, transfer: Actor) -> Iterator[None]:
+        self._of_thread.transfer = transfer
         try:
             yield
         finally:
-            self._of_thread.transfer = before
+            self._of_thread.transfer = None
 
     def issuer(self, line: Line) -> Actor:
         """Whose next operation on the stream it is, with all in its clock that certainly happens before.
@@ -199,7 +200,7 @@ class Streams:
         A worker's streams learn of the host what it did to its memory, and what it waited for. That some thread once
         saw an event there, and that another took a lock after it, may be otherwise in the next run.
         """
-        thread, transfer = self.myself(), self.transfer
+        thread, transfer = self.myself(), self.transfer_on(line)
         if transfer is not None:  # a chunk follows the one before
             transfer.learn(thread.waited_for)
             transfer.learn({thread.number: thread.count})
@@ -242,7 +243,7 @@ class Streams:
             return self._defaults[device]
 
     def marker(self, line: Line) -> Marker:
-        actor = self.transfer
+        actor = self.transfer_on(line)
         if actor is None:
             line.join_transfers()
         return Marker(line, actor or line.actor, self.myself, self.random.randrange(line.max_polls))
@@ -274,7 +275,7 @@ class SimulatedStream:
         if event.marker is not None:
             with self._streams.lock:
                 event.marker.line.run_until(event.marker.count)
-                (self._streams.transfer or self.line.actor).learn(event.marker.clock)
+                (self._streams.transfer_on(self.line) or self.line.actor).learn(event.marker.clock)
 
     def synchronize(self) -> None:
         self._streams.wait_for_ever_if_hung(self.line)
