@@ -242,9 +242,8 @@ class Case:
     ) -> tuple[Bits, Simulation]:
         """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
         rig = rig or self.rig()
-        with simulated(seed, **options) as simulation, page_locked(rig):
+        with simulated(seed, **options) as simulation, page_locked(rig), narrow_sums(self.float16_accumulation):
             rig.store._changed = threading.Condition()  # whose lock hands clocks on
-            torch.backends.cuda.matmul.allow_fp16_accumulation = self.float16_accumulation
             bits = self.on(rig, backends_of(devices or self.devices))
         return bits, simulation
 
@@ -298,6 +297,16 @@ def rounding_as_on_cards(*, narrow: bool = False) -> Iterator[None]:
         patch.setattr(layer_file, "adds_products", adds)
         patch.setattr(layer_file, "product_sum", product_sum)
         yield
+
+
+@contextmanager
+def narrow_sums(on: bool) -> Iterator[None]:
+    """Products of float16 that add up in float16, as torch's switch has it."""
+    torch.backends.cuda.matmul.allow_fp16_accumulation = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
 @contextmanager

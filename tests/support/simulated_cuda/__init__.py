@@ -138,9 +138,6 @@ class Simulation:
         self._stack.callback(backward_threads.end)
         for patch in tensor_patches(self.machine, backward_threads):
             self._put(patch)
-        products = torch.backends.cuda.matmul
-        narrow = products.allow_fp16_accumulation
-        self._stack.callback(lambda: setattr(products, "allow_fp16_accumulation", narrow))
         self._stack.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         self._stack.enter_context(CardMode(self.machine))
         return self

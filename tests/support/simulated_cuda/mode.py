@@ -58,6 +58,8 @@ class Machine:
         """(thread, what, where) -> times."""
         self.launches: Counter[str] = Counter()
         """Operations issued to devices, by host thread."""
+        self.substituted: set[str] = set()
+        """What was computed that the processor cannot (`SUBSTITUTES`)."""
         self.grows_segments = False
         """Whether the allocator was told to ask for segments that can grow."""
         self.sticky_error: str | None = None
@@ -237,6 +239,8 @@ class CardMode(TorchDispatchMode):
                 machine.note(access, uses)
         machine.inside.real = True  # what the operation itself calls sees devices as they are
         try:
+            if str(func) in SUBSTITUTES:
+                machine.substituted.add(str(func))
             outputs = SUBSTITUTES.get(str(func), func)(*args, **kwargs)
         finally:
             machine.inside.real = False
