@@ -41,6 +41,8 @@ FLASH_CAPABILITY = (8, 0)
 """Compute capability from which cards have flash attention."""
 MAX_FLASH_WIDTH = 256
 """The widest heads that it takes."""
+PACKED_FLASH_WIDTHS = 8
+"""That of rows of other lengths takes multiples of this alone; torch pads other heads for the usual one only."""
 _least_capability: tuple[int, int] | None = None
 """Compute capability of the cards of this process's run; None: it runs on none."""
 
@@ -51,7 +53,7 @@ def set_up_attention(least_capability: tuple[int, int]) -> None:
     transformers shares them wherever there is no mask. Flash attention takes that, the efficient kernel does not, and
     the math kernel, which is left, keeps scores of all pairs of tokens: in float32, and before sm80. One choice for all
     cards of a run, or workers would round gradients of keys differently; what runs on the processor stays as it was.
-    `least_capability`: the smallest of the cards that the run uses, e.g. (8, 6).
+    `least_capability`: the smallest of the cards that the run uses, e.g. (8, 6); (0, 0) for another maker's.
     """
     from transformers.integrations import sdpa_attention  # late: it imports torch's compiler
 
@@ -344,7 +346,7 @@ def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     width, has_sinks = query.shape[-1], more.get("s_aux") is not None
     if query.device.type != "cuda" or more.get("dropout") or width != value.shape[-1] or has_sinks:
         return False
-    return width <= MAX_FLASH_WIDTH and has_flash(query.dtype)
+    return width <= MAX_FLASH_WIDTH and width % PACKED_FLASH_WIDTHS == 0 and has_flash(query.dtype)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.attention import has_flash
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import build
 from roundpipe_cli.train.prepare import devices
@@ -68,11 +69,16 @@ def test_what_is_said_of_a_card() -> None:
 
 
 def test_a_card_of_another_maker_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives AMD's numbers in the same place, where they would choose NVIDIA's kernels."""
-    with simulated():
+    """torch gives AMD's numbers in the same place, where they would choose NVIDIA's kernels: also those of attention,
+    which took 10.3 for a card with flash attention."""
+    with simulated(cards=[Card("Simulated gfx1030", capability=(10, 3))]):
         ours = cuda.CudaBackend(0).capability
+        make_backends(["cuda:0"], 1)
+        assert has_flash(torch.bfloat16)
         monkeypatch.setattr(torch.version, "hip", "6.3")
         assert ours is not None and cuda.CudaBackend(0).capability is None
+        make_backends(["cuda:0"], 1)
+        assert not has_flash(torch.bfloat16)
 
 
 def test_memory_is_counted_and_given_back() -> None:

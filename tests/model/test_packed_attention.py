@@ -164,6 +164,8 @@ def test_all_rows_at_once_where_a_gpu_has_the_kernel(
         ((7, 5), torch.float16, 8, 0.0, False),
         ((9, 0), torch.bfloat16, 512, 0.0, False),
         ((9, 0), torch.bfloat16, 8, 0.1, False),
+        ((9, 0), torch.bfloat16, 80, 0.0, True),
+        ((9, 0), torch.bfloat16, 100, 0.0, False),
         (None, torch.bfloat16, 8, 0.0, False),
     ],
 )

@@ -260,7 +260,7 @@ def set_up_process(
         _count_in_order()
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
-    set_up_attention(min(map(torch.cuda.get_device_capability, indices)))
+    set_up_attention(min(nvidia_capability(torch.device("cuda", index)) or (0, 0) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
     set_allocator = library_name("torch._C", "_accelerator_setAllocatorSettings")
