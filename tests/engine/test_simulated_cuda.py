@@ -6,12 +6,13 @@ What depends on `torch.version` or on a card's capability, and what runs it each
 - a head's products added unrounded (`adds_products`): `head-in-chunks-float16`, `-bfloat16` and `-bfloat16-narrow`;
   rounded: `head-in-chunks` (float32) and `head-in-chunks-narrow` (torch's switch)
 - capabilities are NVIDIA's alone (`nvidia_capability`): all cases; another maker's: test_simulated_device.py
-- cards with flash attention (`has_flash`): tests/model/test_attention_kernels.py; without: tests/train/test_simulated_finetune.py
+- cards with flash attention (`has_flash`): tests/model/test_attention_kernels.py; without, as the smaller card is sm75:
+  tests/train/test_simulated_finetune.py
 - attention of packed rows in one kernel (`_has_own_kernel`): scripts/gpu_check alone; row by row: `packing-by-rows`
 - torch's loop over experts (`loops_over_groups`): `expert-adapters` on its sm75, `mixture-of-experts` (float32) on both
 - gradients of experts without rows (`forgets_empty_groups`, sm100): the test of that name below; others: the same cases
 - Triton's kernels (`takes_triton`, `has_kernel`, `all_run_ours`): tests/kernels, interpreted and compiled, and
-  scripts/gpu_check; the cases' sm75 has none
+  scripts/gpu_check; the cases compute the plain operators in their place
 - bfloat16 of the card's own (`has_bfloat16`): test_simulated_device.py, both ways
 """
 
