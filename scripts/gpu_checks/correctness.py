@@ -22,7 +22,7 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.schedule.actions import Schedule
 from scripts.gpu_checks.place import WATCHDOG_S, Check, CheckPlace, Figures, check, require, skip_unless_real
-from tests.support.simulated_cases import CASES, MORE_SIZES, Bits, Case, is_equal, page_locked
+from tests.support.simulated_cases import CASES, MORE_SIZES, Bits, Case, is_equal, narrow_sums, page_locked
 from tests.support.tiny import Rig, random_microbatches, schedule_for
 
 EXACT, ROUNDED = 1e-3, 6e-2
@@ -60,9 +60,9 @@ def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequenc
         require("bitsandbytes")
     case = replace(case, engine={"watchdog_s": WATCHDOG_S, **case.engine})
     expected, rig = case.on_processor(), case.rig()
-    if len(devices) != 2:
+    if len(devices) != len(case.devices):
         case = replace(case, schedule=partial(on_workers, len(devices)))
-    with place.devices(), page_locked(rig):
+    with place.devices(), page_locked(rig), narrow_sums(case.float16_accumulation):
         found = case.on(rig, [cuda.CudaBackend(index) for index in devices])
     error = worst_difference(found, expected)
     limit = case.bound if place.is_simulated else ROUNDED if name in ROUNDED_CASES or case.bound else EXACT
