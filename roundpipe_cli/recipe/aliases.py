@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.recipe.foreign import OTHER_JOBS, answer_of
 
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
@@ -95,19 +96,13 @@ def _words(target: str) -> AliasConversion:
     return writes_of
 
 
-_REWARDED = "not here: it trains on rewards of answers that the model writes meanwhile, which TRL does"
-_UNPAIRED = "not here, but in TRL: of such rows the wanted answers train with objective: sft, or pairs with dpo"
-_OTHER_JOBS = {**dict.fromkeys(("grpo", "gspo", "ppo", "rloo"), _REWARDED), **dict.fromkeys(("kto", "bco"), _UNPAIRED)}
-_NO_IMAGES = "images are not trained here; the text part of such models is, on rows of text"
-
-
 def _job(value: Any) -> Writes:
     """LLaMA-Factory's `stage` and axolotl's `rl`."""
     if value in ("sft", "pt", None):
         return {}
     if value in PAIR_OBJECTIVES:
         return {"objective": value}
-    raise ValueError(_OTHER_JOBS.get(str(value), f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}"))
+    raise ValueError(OTHER_JOBS.get(str(value), f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}"))
 
 
 _ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
@@ -143,6 +138,9 @@ ALIASES: dict[str, AliasConversion] = {
 }
 """Dotted key of another trainer -> its meaning here."""
 
+SECTIONS = ("lora", "dpo", "orpo", "simpo", "pipeline", "nodes")
+"""Sections of a recipe, in which keys of other trainers are answered as at its top."""
+
 REMOVED: dict[str, str] = {
     "fp8_products": "it saved no time; `load_in_fp8: true` alone keeps the weights in FP8, on any GPU",
     "pipeline.optimizer_staleness": "each layer of a step now waits for its own update alone, which hides most of an "
@@ -150,39 +148,6 @@ REMOVED: dict[str, str] = {
 }
 """Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
 began with one of them off may be resumed."""
-
-_NO_SWANLAB = "not here: report_to takes tensorboard, wandb, mlflow and trackio; metrics.jsonl has every step"
-_DEVICES = "layers are streamed through all devices anyway; name them with pipeline.devices"
-
-NO_COUNTERPART: dict[str, str] = {
-    "deepspeed": _DEVICES,
-    "fsdp": _DEVICES,
-    "fsdp_config": _DEVICES,
-    "device_map": _DEVICES,
-    "trust_remote_code": "code from a model's repository is never run",
-    "dataset": "name the file or hub id: datasets: [{path: data/train.jsonl}]",
-    "dataset_dir": "name the file: datasets: [{path: data/train.jsonl}]",
-    "template": "the tokenizer's own chat template is used; another one goes into chat_template",
-    "tokenizer": "the model's own tokenizer is used",
-    "hub_token": "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable",
-    "use_auth_token": "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable",
-    "push_to_hub": "name the repository: hub_model_id: me/my-model",
-    "tf32": "float32 products are exact here; for speed use dtype: bfloat16",
-    "flash_attn": "the attention kernel is chosen automatically",
-    "special_tokens": "the tokenizer's own special tokens are used",
-    "wandb_project": "see report_to; the project's name goes into the WANDB_PROJECT variable",
-    "wandb_entity": "see report_to; the entity goes into the WANDB_ENTITY variable",
-    "evals_per_epoch": "write eval_steps: epoch, or a fraction of all steps: eval_steps: 0.1",
-    "saves_per_epoch": "write save_steps: epoch, or a fraction of all steps: save_steps: 0.1",
-    "save_strategy": "write save_steps: a number of steps, a fraction of all, or epoch",
-    "eval_strategy": "write eval_steps: a number of steps, a fraction of all, or epoch",
-    **dict.fromkeys(("processor_type", "image_max_pixels", "image_min_pixels", "video_max_pixels"), _NO_IMAGES),
-    **dict.fromkeys(("image_size", "image_resize_algorithm", "image_column", "images", "image_dir"), _NO_IMAGES),
-    "use_swanlab": _NO_SWANLAB,
-    "swanlab_project": _NO_SWANLAB,
-    "max_samples": "take a part of the split: datasets: [{path: data/train.jsonl, split: 'train[:1000]'}]",
-}
-"""Keys of other trainers without a key here: refused with this advice, dropped with a notice where they are off."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
@@ -206,28 +171,6 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "max_grad_norm": {None: 0.0},
 }
 """Recipe key -> other spellings of its values."""
-
-
-_NO_4BIT_STATE = "not here; the nearest is adamw_8bit, whose state takes 2 bytes for each trained parameter"
-_FEWER_TRAINED = "write `method: full` and name what stays as it is: frozen_parameters"
-VALUE_ANSWERS: dict[str, dict[str, str]] = {
-    "method": {
-        "dora": "write `method: lora` and `lora: {use_dora: true}`",
-        "freeze": _FEWER_TRAINED,
-        **{name: f"write `objective: {name}`" for name in PAIR_OBJECTIVES},
-        **_OTHER_JOBS,
-    },
-    "objective": _OTHER_JOBS,
-    "optim": {
-        "muon": "not here; the nearest is adamw_bf16, whose state takes 4 bytes for each trained parameter, as Muon's",
-        **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit", "ao_adamw_4bit"), _NO_4BIT_STATE),
-    },
-    "report_to": {
-        "swanlab": _NO_SWANLAB,
-        **dict.fromkeys(("comet_ml", "clearml", "neptune", "dvclive", "all"), _NO_SWANLAB),
-    },
-}
-"""Recipe key -> values of other trainers that have no counterpart, with the advice for each."""
 
 
 _OTHER_WORDS = {
@@ -269,15 +212,21 @@ def conversion_of(key: str, value: Any) -> AliasConversion | None:
     """The meaning of a key of another trainer, or of its value for one of ours; None: it is no such key."""
     if key == "method" and isinstance(value, str) and value.lower() == "qlora":
         return lambda value: dict(_QLORA["qlora"])
-    advice = REMOVED.get(key) or NO_COUNTERPART.get(key)
-    if advice is None:
-        return ALIASES.get(key)
-    return (lambda value: {}) if is_off(value) or was_off(key, value) else _one_of({}, advice)
+    if key in REMOVED:
+        return _refused(REMOVED[key], is_off_now=was_off(key, value))
+    return ALIASES.get(key)
 
 
-def answer_to(key: str, value: Any) -> str | None:
-    """The advice for a value of another trainer that a recipe key does not take."""
-    return VALUE_ANSWERS.get(key, {}).get(value.lower()) if isinstance(value, str) else None
+def refusal_of(key: str, value: Any) -> AliasConversion | None:
+    """The answer to a key that only other trainers have, at the top of a recipe or in one of its sections; None: it is
+    in no table. Nothing is asked for by one that is off."""
+    section, _, name = key.rpartition(".")
+    answer = answer_of(name) if section in ("", *SECTIONS) else None
+    return answer and _refused(answer.hint, is_off_now=is_off(value))
+
+
+def _refused(advice: str, *, is_off_now: bool) -> AliasConversion:
+    return (lambda value: {}) if is_off_now else _one_of({}, advice)
 
 
 def value_alias(key: str, value: Any) -> tuple[bool, Any]:

@@ -6,14 +6,15 @@ import math
 import re
 import shlex
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
-from roundpipe_cli.errors import Problem, closest, one_edit_apart
-from roundpipe_cli.recipe.aliases import ALIASES, answer_to
+from roundpipe_cli.errors import Problem, one_edit_apart
+from roundpipe_cli.recipe.aliases import ALIASES
+from roundpipe_cli.recipe.foreign import answer_to, hint_for, hint_for_dataset
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
 
@@ -265,7 +266,7 @@ def _check_section(value: dict[str, Any], schema: type, path: KeyPath, findings:
 
 def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     told = f"`roundpipe recipes keys {path[0]}` says what it means and its default" if path else None
-    answer = answer_to(str(path[0]) if path else "", value)
+    answer = answer_to(dotted(path).removesuffix("[]"), value)
     findings.add(
         path,
         f"{format_key(path) or 'the recipe'} has a value that is not accepted",
@@ -330,8 +331,59 @@ def _choices(hint: Any) -> list[Any]:
 
 
 def _mean(word: str, candidates: list[str]) -> str | None:
-    near = closest(word[:100], candidates)
+    near = near_spelling(word, candidates)
     return f"did you mean {near}?" if near else None
+
+
+NO_SUCH_KEY = "not offered by this name; `roundpipe recipes keys WORD` finds keys by words, of other trainers too"
+MAX_WORD, LETTERS_AN_EDIT, SHORT_WORD = 100, 7, 5
+"""Letters of a misspelt word that are compared at most, and for how many one edit is allowed, the first aside; shorter
+words are another's with one letter changed (mode, model)."""
+
+
+def near_spelling(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate of which `word` is another spelling: a few letters off for its length, or the same words in another
+    order or with other separators. Never one that only shares some words or letters with it."""
+    lowered = word[:MAX_WORD].lower()
+    plain, words = _plain(lowered), sorted(filter(None, re.split(r"[^a-z0-9]+", lowered)))
+
+    def edits(candidate: str) -> int | None:
+        other = candidate.lower()
+        most = max(1, min(len(plain), len(_plain(other))) // LETTERS_AN_EDIT)
+        if plain == _plain(other):
+            return 0
+        if min(len(plain), len(_plain(other))) < SHORT_WORD:
+            is_near = one_edit_apart(lowered, other) and set(lowered) <= set(other) and lowered[:1] == other[:1]
+            return 1 if is_near else None
+        if one_edit_apart(lowered, other) or one_edit_apart(plain, _plain(other)):
+            return 1
+        if len(words) > 1 and words == sorted(re.split(r"[^a-z0-9]+", other)):
+            return 1
+        num = _num_edits(plain, _plain(other), most)
+        return num if num <= most else None
+
+    found = [(num, candidate) for candidate in candidates if (num := edits(candidate)) is not None]
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+def _num_edits(one: str, other: str, most: int) -> int:
+    """Letters to drop, add, change or swap with their neighbour to get from one word to the other; above `most`, any
+    number above it."""
+    if abs(len(one) - len(other)) > most:
+        return most + 1
+    before, last = [], list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        row = [i + 1]
+        for j, theirs in enumerate(other):
+            row.append(min(last[j] + (letter != theirs), last[j + 1] + 1, row[j] + 1))
+            if i and j and letter == other[j - 1] and theirs == one[i - 1]:
+                row[-1] = min(row[-1], before[j - 1] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings) -> None:
@@ -343,28 +395,29 @@ def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings) -
     elif colon and name in hints_of(schema):
         hint = f"write a space after the colon: {name}: {value}"
     elif findings.num_found < MAX_SHOWN:  # a suggestion takes about a millisecond
-        near = suggest(key, path, list(hints_of(schema)))
-        hint = f"did you mean {near}?" if near else "`roundpipe recipes keys` lists all keys"
-    findings.add(here, f"unknown key {format_key(here)}", hint=hint)
+        answer = hint_for_dataset(key) if schema is DatasetConfig else None
+        near = None if answer else suggest(key, path, list(hints_of(schema)))
+        hint = f"did you mean {near}?" if near else answer or hint_for(key)
+    findings.add(here, f"unknown key {format_key(here)}", hint=hint or NO_SUCH_KEY)
 
 
 def suggest(key: str, path: KeyPath, siblings: list[str]) -> str | None:
-    """The known key that was probably meant, of another tool's spellings too: one edit away in this section, the same
-    name in another section, or the nearest by similarity here, then anywhere, which comes with its path."""
+    """The known key that was probably meant, of another tool's spellings too: another spelling of one in this section,
+    the same name in another section, or another spelling of a key anywhere, which comes with its path."""
     prefix = f"{dotted(path)}." if path else ""
-    word = key.strip().lower().replace("-", "_").replace(" ", "_")[:100]
+    word = key.strip().lower().replace("-", "_").replace(" ", "_")[:MAX_WORD]
     shown = format_key(path) + "." if path else ""
     spellings = [alias.removeprefix(prefix) for alias in ALIASES if alias.startswith(prefix)]
     here = [*siblings, *(name for name in spellings if "." not in name)]
-    if near := next((name for name in here if one_edit_apart(word, name)), None):
-        return shown + near
     everywhere = known_keys(Recipe)
+    if len(word) >= SHORT_WORD and (near := near_spelling(word, here)):
+        return shown + near
     if same := next((full for full in everywhere if full.rpartition(".")[2] == word.rpartition(".")[2]), None):
         return same
-    if near := closest(word, siblings):
+    if near := near_spelling(word, here):
         return shown + near
     by_last = {full.rpartition(".")[2]: full for full in reversed([*everywhere, *ALIASES])}
-    near = closest(word, list(by_last))
+    near = near_spelling(word, by_last)
     return by_last[near] if near else None
 
 

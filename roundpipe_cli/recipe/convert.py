@@ -23,12 +23,24 @@ from roundpipe_cli.recipe.convert_tables import (
     DEFAULTS,
     PEFT_TARGETS,
     REQUIRED,
-    SHARING_KEYS,
     SIGNS,
     TOOLS,
     UNKNOWN,
     UNSLOTH,
     Tool,
+)
+from roundpipe_cli.recipe.foreign import (
+    CLASSIFIER,
+    DISTILLATION,
+    EVALUATION,
+    MULTIMODAL,
+    MULTIMODAL_KEYS,
+    PART,
+    PREFERENCES,
+    REINFORCEMENT,
+    REWARD,
+    SHARING_KEYS,
+    job_of_key,
 )
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
@@ -37,67 +49,23 @@ from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
 # Settings that only change the way there are converted, and named in the first line (`convert_tables.CHANGES`).
 
-_MULTIMODAL = "training on images, video or sound"
-_PREFERENCES = "training on preferences"
-_REINFORCEMENT = "reinforcement learning"
-_REWARD = "training of a reward model"
-_CLASSIFIER = "training of a classifier"
-_DISTILLATION = "distillation from a teacher"
-_PART = "training of a part of the weights"
-_EVALUATION = "evaluation or prediction"
-
-_KEYS_OF_JOBS = {
-    _PREFERENCES: "kto_ dpo_ pref_loss pref_beta pref_ftx beta orpo_alpha cpo_alpha simpo_gamma rl_beta ref_model "
-    "rpo_alpha desirable_weight undesirable_weight precompute_ref_log_probs f_divergence_type",
-    _REINFORCEMENT: "ppo_ reward_funcs num_generations trl ebft use_vllm max_completion_length scale_rewards "
-    "reward_weights vllm generation_batch_size",
-    _REWARD: "reward_model process_reward_model center_rewards_coefficient",
-    _DISTILLATION: "kd_ teacher_model_name_or_path teacher_model kd_trainer",
-    _PART: "lisa_n_layers lisa_step_interval use_llama_pro",
-    "ReLoRA: adapters that are merged and begun again": "relora relora_steps",
-    "turning a model into a mixture of depths": "mixture_of_depths",
-    "training of a model with repeated layers": "peft_layer_replication",
-    "training from random weights": "train_from_scratch reinit_weights",
-    "training of a diffusion model": "diffusion",
-    "training for a quantised model": "qat",
-    "training of a model in 1 bit": "use_onebitllms",
-    "training of a sparse model": "llmcompressor",
-    "training on positions that are skipped (PoSE)": "use_pose",
-    _CLASSIFIER: "num_labels",
-    "merging or exporting a model": "export_dir export_quantization_bit export_hub_model_id merge_lora",
-    _EVALUATION: "task_dir n_shot",
-}
-"""Jobs that no recipe does -> keys, and beginnings of keys: a file with one is refused, unless its own job does not
-read it."""
-_JOB_OF_KEY = {key: job for job, keys in _KEYS_OF_JOBS.items() for key in keys.split()}
-
-
 _HINT = "DPO (loss sigmoid), ORPO and SimPO are converted; a file of TRL that does not say so: --objective dpo"
 
-_MULTIMODAL_KEYS = (
-    *("processor_type", "processor_kwargs", "is_multimodal", "image_size", "image_resize_algorithm"),
-    *("image_max_pixels", "image_min_pixels", "image_resolution", "image_do_pan_and_scan", "crop_to_patches"),
-    *("video_max_pixels", "video_min_pixels", "video_resolution", "video_fps", "video_maxlen"),
-    *("audio_sampling_rate", "use_audio_in_video", "freeze_vision_tower", "freeze_multi_modal_projector"),
-    *("freeze_language_model", "freeze_mm_modules", "train_mm_proj_only"),
-)
-"""Keys that only a model of images, video or sound has: refused whatever their value."""
-
 _OBJECTIVES = {
-    **{"rm": _REWARD, "ppo": _REINFORCEMENT},
-    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "kto", "cpo"), _PREFERENCES),
+    **{"rm": REWARD, "ppo": REINFORCEMENT},
+    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "kto", "cpo"), PREFERENCES),
 }
 """Values of `rl` and `stage`."""
-_METHODS = {"freeze": _PART, "oft": "orthogonal fine-tuning (OFT)"}
+_METHODS = {"freeze": PART, "oft": "orthogonal fine-tuning (OFT)"}
 _PLUGINS = {
-    **{"spectrum": _PART, "kd": _DISTILLATION, "diffusion": "training of a diffusion model"},
-    **{"llm_compressor": "training of a sparse model", "mora": "MoRA adapters", "nemo_gym": _REINFORCEMENT},
+    **{"spectrum": PART, "kd": DISTILLATION, "diffusion": "training of a diffusion model"},
+    **{"llm_compressor": "training of a sparse model", "mora": "MoRA adapters", "nemo_gym": REINFORCEMENT},
 }
 """Folders of axolotl's integrations."""
 
 _MODEL_CLASSES = (
-    (r"Classification|QuestionAnswering|MultipleChoice", _CLASSIFIER),
-    (r"ConditionalGeneration|ImageTextToText|Vision2Seq|Speech|Waveform|Llava|Mllama|Multimodal", _MULTIMODAL),
+    (r"Classification|QuestionAnswering|MultipleChoice", CLASSIFIER),
+    (r"ConditionalGeneration|ImageTextToText|Vision2Seq|Speech|Waveform|Llava|Mllama|Multimodal", MULTIMODAL),
     (r"Seq2Seq|MaskedLM", "training of a model that is no decoder"),
 )
 """Patterns of `model_type`, axolotl's name of the model's class."""
@@ -117,7 +85,7 @@ def _refuse_other_jobs(data: Mapping[str, Any], tool: Tool, job: Job | None, nam
             where=name,
             found=found if found not in data else f"{found}: {shown_value(data[found])}",
             expected="fine-tuning, pretraining, DPO, ORPO or SimPO of a text model, of all its weights or by LoRA",
-            hint=_HINT if other == _PREFERENCES else None,
+            hint=_HINT if other == PREFERENCES else None,
         )
 
 
@@ -125,9 +93,9 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
     """(job, the key that says so or what was found) of everything that no recipe does."""
     if known is None:
         key, unknown = {
-            "axolotl": ("rl", _REINFORCEMENT),
+            "axolotl": ("rl", REINFORCEMENT),
             "llama-factory": ("stage", "an unknown stage"),
-            "trl": ("loss_type", _PREFERENCES),
+            "trl": ("loss_type", PREFERENCES),
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
         yield objective, "pref_loss" if (key, data[key]) == ("stage", "dpo") else key
@@ -136,19 +104,19 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
     if tool == "axolotl" and data.get("adapter") not in (None, "", "none", False, "lora", "qlora"):
         yield "another kind of adapter than LoRA", "adapter"
     if data.get("lora_task_type") not in (None, "CAUSAL_LM"):
-        yield _CLASSIFIER, "lora_task_type"
+        yield CLASSIFIER, "lora_task_type"
     if tool == "trl" and known == "sft" and not is_off(data.get("label_smoothing")):
-        yield _PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
+        yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
     plugins = data.get("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
         found = f"plugins: {shown_value(plugin)}"
         yield from ((_PLUGINS[part], found) for part in str(plugin).split(".") if part in _PLUGINS)
     for key, value in data.items():
-        job = _JOB_OF_KEY.get(key) or _JOB_OF_KEY.get(key[: key.find("_") + 1])
+        job = job_of_key(key)
         if job is not None and not is_off(value) and not (known and reads_loss_key(key, known, tool)):
             yield job, key
-        if key in _MULTIMODAL_KEYS and value is not None:
-            yield _MULTIMODAL, key
+        if key in MULTIMODAL_KEYS and value is not None:
+            yield MULTIMODAL, key
     if tool == "llama-factory" or data.get("do_train") is False:
         yield from _without_training(data, tool)
     for pattern, job in _MODEL_CLASSES:
@@ -157,7 +125,7 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
     for key in ("base_model", "model_name_or_path", "template", "chat_template"):
         value = data.get(key)
         if isinstance(value, str) and _MULTIMODAL_NAME.search(value.rstrip("/").rpartition("/")[2]):
-            yield _MULTIMODAL, key
+            yield MULTIMODAL, key
 
 
 def _without_training(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]:
@@ -165,9 +133,9 @@ def _without_training(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str
     does_train = data.get("do_train")
     other = next((key for key in ("do_predict", "do_eval", "predict_with_generate") if data.get(key) is True), None)
     if does_train is False:
-        yield _EVALUATION if other else "no training", "do_train"
+        yield EVALUATION if other else "no training", "do_train"
     if does_train is None and other is not None:
-        yield _EVALUATION, f"{other}: true, and no do_train: true"
+        yield EVALUATION, f"{other}: true, and no do_train: true"
     if tool == "llama-factory" and is_off(data.get("dataset")):
         yield "inference, a chat or an API", "no dataset, stage and do_train" if does_train is None else "no dataset"
 

@@ -13,6 +13,7 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Conversion, is_pairs
 from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FIELD_COLUMNS, Tool
+from roundpipe_cli.recipe.foreign import DATASET_CHANGES, TEMPLATED
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 from roundpipe_cli.regular_files import named_path
 
@@ -29,28 +30,11 @@ DATASET_KEYS: Mapping[Tool, tuple[str, ...]] = {
 """Keys of a file that are read here."""
 
 _ALPACA = "rows are put into the Alpaca prompt, not into axolotl's"
-_TEMPLATED = "rows are put into the chat template where the tokenizer has one"
 _ALPACA_KINDS = ("alpaca", "alpaca.default", "alpaca:instruct")
 """Names of axolotl's own Alpaca prompt, which is the same as this program's."""
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that name a reader of the files in `data_files`."""
 _HARMLESS = ("ds_type", "conversation", "preprocess_shards", "message_field_role", "message_field_content")
-_CHANGES = {
-    **dict.fromkeys(("shards", "shards_idx"), "all rows are trained, not a shard"),
-    "revision": "the dataset's newest revision is read",
-    "roles_to_train": "the assistant's turns are trained",
-    **dict.fromkeys(("train_on_eos", "train_on_eot"), "the end of each answer is trained"),
-    "drop_system_message": "system messages stay",
-    "field_system": "system prompts in a column are not used",
-    "system_prompt": "no system prompt is added",
-    **dict.fromkeys(("format", "no_input_format", "prompt_format", "chosen_format", "rejected_format"), _TEMPLATED),
-    "message_field_training_detail": "answers are trained whole",
-    "split_thinking": "thoughts stay as the rows have them",
-    "data_dir": "the dataset's own folder is read",
-    "skip": "the first rows are trained too",
-    "fraction": "all rows are trained",
-}
-"""Settings of a dataset that are left out, and what happens instead."""
 WITHOUT_IT = "rows are read without it"
 """The same for settings that are not known here: any of them may change which rows there are, and what they say."""
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -123,7 +107,7 @@ def _finished(
         elif key in known and isinstance(value, str):
             columns[known[key]] = value
         elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
-            change = _CHANGES.get(key, WITHOUT_IT)
+            change = DATASET_CHANGES.get(key, WITHOUT_IT)
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
     if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
         entry["columns"] = renamed
@@ -191,7 +175,7 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
     if isinstance(kind, dict):
         item |= kind
         entry["type"] = "alpaca"
-        result.change(f"{where}.type", _TEMPLATED)
+        result.change(f"{where}.type", TEMPLATED)
     else:
         entry["type"] = _axolotl_type(str(kind), where, result)
         if entry["type"] == "alpaca":  # a text, whatever template the tokenizer has

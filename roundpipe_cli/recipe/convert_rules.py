@@ -14,16 +14,13 @@ from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_tables import (
-    CHANGES,
-    NO_COUNTERPART,
     OTHER_TEMPLATES,
     TEMPLATE_FAMILIES,
     UNKNOWN,
     UNSLOTH_USUAL,
-    WITHOUT_EFFECT,
-    WITHOUT_EFFECT_PREFIXES,
     Tool,
 )
+from roundpipe_cli.recipe.foreign import begins_idle, file_answer
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
@@ -483,12 +480,9 @@ _SHARES = "shares of the draws become datasets[].weight, shares of an epoch's ro
 _BEST = "the loss decides which weights are best", "the best weights are those of the lowest loss"
 _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
+_OWN = frozenset(key for key in known_keys(Recipe) if "." not in key and key != "datasets")
+
 RULES: Mapping[str, ConversionRule] = {
-    **{key: _own(key) for key in known_keys(Recipe) if "." not in key and key != "datasets"},
-    **{key: _alias(key) for key in ALIASES},
-    **{key: _unless_off(_left_out(reason)) for key, reason in NO_COUNTERPART.items()},
-    **{key: _unless_off(_left_out("no counterpart here", change)) for key, change in CHANGES.items()},
-    **dict.fromkeys(WITHOUT_EFFECT, _nothing),
     **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in UNSLOTH_USUAL.items()},
     "use_peft": lambda value, data: ALIASES["use_peft"](value),
     "hub_model_id": _hub_name,
@@ -550,6 +544,18 @@ RULES: Mapping[str, ConversionRule] = {
     "adam_eps": _as("adam_epsilon"),
 }
 """Key of another tool -> its rule. A later line goes before an earlier one: rules for single keys before tables."""
+
+
+def rule_of(key: str) -> ConversionRule:
+    """The rule of a key outside of losses: its own, the answer that recipes give it too, an alias', a recipe key's."""
+    if key in RULES:
+        return RULES[key]
+    if answer := file_answer(key):
+        others = {"other": _left_out("no counterpart here", answer.text), "advice": _left_out(answer.text)}
+        return _unless_off(others.get(answer.kind, _nothing))
+    if key in ALIASES:
+        return _alias(key)
+    return _own(key) if key in _OWN else _nothing if begins_idle(key) else _UNKNOWN_KEY
 
 
 # The result of a conversion, and its recipe as text, whose header begins with what trains differently.
@@ -624,7 +630,7 @@ class Conversion:
     def _rule_of(self, key: str) -> ConversionRule:
         if reads_loss_key(key, self.job, self.tool):
             return lambda value, data: _loss_writes(key, value, data, self.job)
-        return RULES.get(key, _nothing if key.startswith(WITHOUT_EFFECT_PREFIXES) else _UNKNOWN_KEY)
+        return rule_of(key)
 
     def put(self, target: str, value: Any, key: str, written: Any) -> None:
         """Write a value, or list the file's line as left out where it contradicts another."""
@@ -639,7 +645,7 @@ class Conversion:
 
     def default(self, key: str, value: Any) -> None:
         """A default of the other tool, where its file says nothing about the same thing."""
-        for target, meant in RULES.get(key, _as(key))(value, {}).items():
+        for target, meant in (_as(key) if "." in key else rule_of(key))(value, {}).items():
             if target not in self.values and target not in self.refused:
                 self.values[target] = self.defaults[target] = meant
                 self.sources[target] = (f"{key} (default of {self.tool})", value)

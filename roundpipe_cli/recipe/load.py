@@ -18,15 +18,23 @@ import yaml
 from roundpipe_cli.errors import ContradictionError, Problem, RecipeError, RefusedError, closest
 from roundpipe_cli.recipe.aliases import (
     ALIASES,
-    NO_COUNTERPART,
     NOTES,
     REMOVED,
     AliasConversion,
     Writes,
     conversion_of,
+    refusal_of,
     value_alias,
 )
-from roundpipe_cli.recipe.check import Findings, check, defaults_of, find_contradictions, hints_of, remove_unknown_keys
+from roundpipe_cli.recipe.check import (
+    Findings,
+    check,
+    defaults_of,
+    find_contradictions,
+    hints_of,
+    known_keys,
+    remove_unknown_keys,
+)
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
     LoraConfig,
@@ -386,7 +394,10 @@ def _translate_keys(
     for key in list(mapping):
         here = (*path, key)
         name = dotted(here)
-        if (conversion := conversion_of(name, mapping[key])) is not None:
+        conversion = conversion_of(name, mapping[key])
+        if conversion is None and name not in known_keys(Recipe):
+            conversion = refusal_of(name, mapping[key])
+        if conversion is not None:
             value = mapping.pop(key)
             writes = _convert(here, value, conversion, findings, notices=notices)
             for target, meant in writes.items():
@@ -411,8 +422,7 @@ def _convert(
     try:
         writes = conversion(value)
     except ValueError as error:
-        what = f"{alias} has a value without counterpart here"
-        what = f"unknown key {alias}" if alias in NO_COUNTERPART else what
+        what = f"{alias} has a value without counterpart here" if alias in ALIASES else f"unknown key {alias}"
         what = f"{alias} is no longer a key" if alias in REMOVED else what
         findings.add(path, what, found=shown_value(value), hint=str(error))
         return {}

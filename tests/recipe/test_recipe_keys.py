@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.errors import RecipeError, RefusedError, one_edit_apart
-from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART
+from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import known_keys
+from roundpipe_cli.recipe.foreign import answer_of
 from roundpipe_cli.recipe.keys import as_markdown, as_text, find_keys, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Recipe, plain_data
@@ -147,7 +148,7 @@ def refusal(file: Path, section: str, key: str) -> str | None:
 
 def is_accepted(section: str, key: str) -> bool:
     full = f"{section}.{key}".lstrip(".")
-    return full in KNOWN or full in ALIASES or full in NO_COUNTERPART
+    return full in KNOWN or full in ALIASES or answer_of(key) is not None
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 12])

@@ -1,0 +1,124 @@
+"""Keys of other trainers in a recipe: each is read, or answered by what there is or by what is not offered.
+
+Story: of 21 keys and values that people paste, 14 were refused without direction, some towards another meaning:
+`num_labels` to num_epochs, `vision` to revision. `scripts/convert_fields.py` sweeps every field of three trainers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import peft
+import pytest
+from transformers.training_args import TrainingArguments
+
+from roundpipe_cli.errors import RecipeError
+from roundpipe_cli.recipe import foreign
+from roundpipe_cli.recipe.aliases import ALIASES
+from roundpipe_cli.recipe.check import NO_SUCH_KEY, known_keys, near_spelling
+from roundpipe_cli.recipe.foreign import answer_of, hint_for
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.recipe.schema import Recipe
+
+SMALLEST = "model: some/model\ndatasets: [{path: rows.jsonl}]\n"
+
+
+def answer(line: str) -> str:
+    """The hint that a recipe with one more line is refused with; empty where the line is read."""
+    try:
+        load_text(SMALLEST + line + "\n", "mine.yaml")
+    except RecipeError as error:
+        (problem,) = error.problems
+        assert problem.hint is not None, line
+        return problem.hint
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("num_labels: 2", "not offered: training of a classifier"),
+        ("vision: true", "images are not trained"),
+        ("mm_projector_lr: 1e-5", "images are not trained"),
+        ("reward_funcs: [a.b]", "reinforcement learning"),
+        ("kto_desirable_weight: 1.0", "not here, but in TRL"),
+        ("teacher_model_name_or_path: a/b", "distillation"),
+        ("attn_implementation: flash_attention_2", "attention kernel is chosen"),
+        ("zero_optimization: {stage: 3}", "layers are streamed"),
+        ("fsdp_offload_params: true", "layers are streamed"),
+        ("mixed_precision: bf16", "write dtype"),
+        ("train_batch_size: 8", "micro_batch_size x gradient_accumulation_steps"),
+        ("clip_grad_norm: 1.0", "write max_grad_norm"),
+        ("max_steps_per_epoch: 5", "num_train_epochs, or max_steps"),
+        ("random_state: 3407", "write seed"),
+        ("use_galore: true", "not offered: all weights are trained"),
+        ("rope_scaling: {type: yarn}", "not offered: the model's own positions"),
+        ("group_by_length: true", "rows of like length"),
+        ("evaluation_strategy: steps", "write eval_steps"),
+        ("gptq: true", "not offered"),
+        ("lora: {bias: all}", "biases stay frozen"),
+        ("lora: {layers_to_transform: [1]}", "adapters go into every layer"),
+        ("lora: {task_type: CAUSAL_LM}", "not needed here"),
+        ("lora: {init_lora_weights: pissa}", "lora.init takes default and gaussian"),
+        ("mode: train", "write method"),
+        ("mora: true", "other adapters"),
+        ("optim: lion_8bit", "optim"),
+        ("lr_scheduler_type: reduce_lr_on_plateau", "lr_scheduler_type"),
+        ("dtype: int8", "load_in_8bit"),
+        ("method: oft", "adapters are LoRA's"),
+        ("objective: ipo", "not offered"),
+    ],
+)
+def test_a_key_or_value_of_another_trainer_is_answered(line: str, part: str) -> None:
+    hint = answer(line)
+    assert part in hint and "did you mean" not in hint, hint
+    assert hint != NO_SUCH_KEY
+
+
+@pytest.mark.parametrize("key", ["field_instruction", "data_files", "num_samples", "formatting", "roles", "shards"])
+def test_a_key_of_another_trainers_data_set_is_answered(key: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_text(f"model: some/model\ndatasets: [{{path: rows.jsonl, {key}: x}}]\n", "mine.yaml")
+    (problem,) = refused.value.problems
+    assert problem.hint and problem.hint != NO_SUCH_KEY and "did you mean" not in problem.hint
+
+
+def test_each_argument_of_transformers_and_peft_has_its_answer() -> None:
+    """By name, or by a near spelling of the same word; those of a recipe's own and aliases are read."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    names |= {field.name for field in dataclasses.fields(peft.LoraConfig) if field.init}
+    keys = known_keys(Recipe)
+    asked = sorted(name for name in names if name not in keys and name not in ALIASES)
+    assert len(asked) > 90
+    for name in asked:
+        same = next((f"did you mean {key}?" for key in keys if key.rpartition(".")[2] == name), None)
+        hint = answer(f"{name}: other")
+        assert hint and hint != NO_SUCH_KEY and (hint == same or "did you mean" not in hint), (name, hint)
+        assert load_text(f"{SMALLEST}{name}: null\n", "a.yaml").notices if answer_of(name) else same or hint_for(name)
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("learning_rte", "learning_rate"),
+        ("steps_eval", "eval_steps"),
+        ("maxSeqLength", "max_seq_length"),
+        ("gradient_acumulation_step", "gradient_accumulation_steps"),
+        ("num_labels", None),
+        ("vision", None),
+        ("train_epochs", None),
+        ("lora_beta", None),
+        ("eval_batch", None),
+    ],
+)
+def test_only_another_spelling_of_the_same_words_is_suggested(word: str, near: str | None) -> None:
+    """A key that shares its beginning or some of its words is another key."""
+    assert near_spelling(word, [*known_keys(Recipe), *ALIASES]) == near
+
+
+def test_a_key_has_one_answer() -> None:
+    """No table has a key twice, and none a key that a recipe has or reads."""
+    for name in ("_IDLE", "_OTHER", "_ADVICE", "_WRITE", "_JOBS"):
+        words = [word for names in getattr(foreign, name).values() for word in names.split()]
+        assert len(words) == len(set(words)) > 10, name
+        assert not set(words) & set(known_keys(Recipe)), name
