@@ -43,13 +43,15 @@ def convert(
     say(f"reading {file} ...")
     from roundpipe_cli.choices import PAIR_OBJECTIVES
     from roundpipe_cli.cli.recipes import write_new
-    from roundpipe_cli.recipe.convert import convert_file
+    from roundpipe_cli.recipe.convert import convert_file, refuse_scripts
     from roundpipe_cli.recipe.convert_tables import TOOLS
     from roundpipe_cli.recipe.shipped import refuse_rows
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
     from roundpipe_cli.regular_files import read_regular
+    from roundpipe_cli.units import counted
 
     refuse_rows(file, "a training file", "a YAML file of axolotl, LLaMA-Factory or TRL")
+    refuse_scripts(file)
     try:
         raw = read_regular(file, MAX_BYTES)
     except OSError as error:
@@ -72,13 +74,16 @@ def convert(
         say_json(result.document())
     elif output is None:
         say_data(text.rstrip("\n"))
-    for change in result.changes:
+    with_lines = {f"{entry.key}: {entry.change}" for entry in result.left_out}
+    for change in [change for change in result.changes if change not in with_lines]:
         say(f"not the same training: {change}")
     for note in result.notes:
         say(f"note: {note}")
     for entry in result.left_out:
-        say(f"left out: {entry.key}: {shown_value(entry.value)}: {entry.reason}")
-    say(f"{len(result.without_effect)} keys change nothing here: {', '.join(result.without_effect) or 'none'}")
+        change = f"; not the same training: {entry.change}" if entry.change else ""
+        say(f"left out: {entry.key}: {shown_value(entry.value)}: {entry.reason}{change}")
+    if idle := result.without_effect:
+        say(f"{counted(len(idle), 'key')} without effect here: {', '.join(idle)}")
     if output is not None:
         say(f"wrote {output}\nnext: roundpipe plan {output}")
 

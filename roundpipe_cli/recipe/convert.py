@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from roundpipe_cli.errors import RecipeError, RefusedError
@@ -21,6 +22,7 @@ from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
 from roundpipe_cli.recipe.convert_rules import Conversion, Job, is_pairs, job_of, reads_loss_key, short
 from roundpipe_cli.recipe.convert_tables import (
     DEFAULTS,
+    LOGGING_STEPS,
     PEFT_TARGETS,
     REQUIRED,
     SIGNS,
@@ -45,6 +47,7 @@ from roundpipe_cli.recipe.foreign import (
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
+from roundpipe_cli.units import counted
 
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
 # Settings that only change the way there are converted, and named in the first line (`convert_tables.CHANGES`).
@@ -265,22 +268,64 @@ def _as_yaml_1_1(data: dict[str, Any]) -> dict[str, Any]:
     return {key: read(value) for key, value in data.items()}
 
 
+_OTHER_FILES: Mapping[str, str] = {
+    "cells nbformat": "a notebook: write the arguments of its SFTConfig and LoraConfig into a YAML file",
+    "_component_ checkpointer metric_logger": "torchtune's: its keys name Python components, which are not converted",
+    "zero_optimization train_batch_size steps_per_print": "DeepSpeed's: how to spread a run, which is not needed here",
+    "compute_environment distributed_type num_machines": "accelerate's: how to spread a run, which is not needed here",
+    "peft_type base_model_name_or_path": "an adapter's configuration: a recipe's lora.start_from continues the adapter",
+    "architectures hidden_size": "a model's configuration: a recipe's model names its folder",
+    "train_dataset model_class": "LLaMA-Factory's newer form (v1: model, train_dataset), which is not read",
+}
+"""Keys of files that are taken for training files -> what they are, and why they are not converted."""
+_WRITES_ONE = "`roundpipe init --model MODEL --data ROWS` writes a recipe"
+
+
+_SCRIPTS = {".ipynb": "a notebook", ".py": "a Python script", ".sh": "a shell script", ".toml": "a TOML file"}
+
+
+def refuse_scripts(path: Path) -> None:
+    """Refuse a notebook or a script, of which no line is read.
+
+    Raises:
+        RefusedError: the file's name ends like one of those.
+    """
+    if kind := _SCRIPTS.get(path.suffix.lower()):
+        hint = f"write the arguments of its configuration (SFTConfig, LoraConfig) into a YAML file; {_WRITES_ONE}"
+        raise _no_training_file(str(path), kind, hint)
+
+
+def _other_file(data: Mapping[str, Any]) -> str | None:
+    """What a file of none of the tools is, by keys anywhere in it, and the way on."""
+    inner = [key for value in data.values() if isinstance(value, dict) for key in value]
+    for signs, told in _OTHER_FILES.items():
+        if {*data, *inner} & set(signs.split()):
+            return f"this file is {told}; {_WRITES_ONE}"
+    return None
+
+
+def _no_training_file(name: str, found: str, hint: str) -> RefusedError:
+    return RefusedError(
+        "this is no training file of axolotl, LLaMA-Factory, TRL or Unsloth",
+        where=name,
+        found=found,
+        expected="base_model, or model_name_or_path with dataset, dataset_name or template",
+        hint=hint,
+    )
+
+
 def _tool_of(data: dict[str, Any], name: str) -> Tool:
     counts = {tool: sum(key in data for key in SIGNS[tool]) for tool in TOOLS}
     best = max(counts, key=lambda tool: counts[tool])
     needed = "base_model" if best == "axolotl" else "model_name_or_path"
     if not counts[best] or needed not in data:
-        hint = "a recipe needs no conversion: roundpipe recipes validate FILE" if "model" in data else None
-        if "train_dataset" in data or "model_class" in data:
-            hint = "LLaMA-Factory's newer form (v1: model, train_dataset) is not read"
-        raise RefusedError(
-            "this is no training file of axolotl, LLaMA-Factory, TRL or Unsloth",
-            where=name,
-            found=", ".join(list(data)[:8]),
-            expected="base_model, or model_name_or_path with dataset, dataset_name or template",
-            hint=hint,
-        )
+        hint = "a recipe needs no conversion: roundpipe recipes validate FILE" if "model" in data else _WRITES_ONE
+        raise _no_training_file(name, ", ".join(list(data)[:8]), _other_file(data) or hint)
     return best
+
+
+_BY_STEPS = {"save_steps": ("save_strategy",), "eval_steps": ("eval_strategy", "evaluation_strategy")}
+"""Number of steps -> the keys that say whether steps count."""
 
 
 def _fill_defaults(result: Conversion) -> None:
@@ -290,6 +335,12 @@ def _fill_defaults(result: Conversion) -> None:
     if result.is_lora and result.tool == "llama-factory":
         rank = result.data.get("lora_rank")
         defaults["lora_alpha"] = 2 * (rank if rank and isinstance(rank, int) else defaults["lora_rank"])
+    for key, strategies in _BY_STEPS.items():  # the strategy says steps, and only the tool knows how many
+        said = [name for name in strategies if result.data.get(name) == "steps"]
+        if said and result.reads(key):
+            usual = {"save_steps": 500, "eval_steps": result.data.get("logging_steps") or LOGGING_STEPS[result.tool]}
+            result.default(key, usual[key])
+            result.without_effect = [name for name in result.without_effect if name not in said]
     for key, value in defaults.items():
         result.default(key, value)
 
@@ -304,7 +355,7 @@ def _multiply(result: Conversion, num_gpus: int) -> None:
         num_gpus = max(1, num_gpus // sharing)
     result.values["gradient_accumulation_steps"] = steps * num_gpus
     made = f"micro batch {micro} x accumulation {steps} x {gpus}; here the number of GPUs does not multiply it."
-    result.notes.append(f"A step has {micro * steps * num_gpus} rows: {made}")
+    result.notes.append(f"A step has {counted(micro * steps * num_gpus, 'row')}: {made}")
     if steps * num_gpus < 4:
         note = "Several GPUs need more microbatches a step to be busy: gradient_accumulation_steps."
         result.notes.append(note)

@@ -35,6 +35,12 @@ _ALPACA_KINDS = ("alpaca", "alpaca.default", "alpaca:instruct")
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that name a reader of the files in `data_files`."""
 _HARMLESS = ("ds_type", "conversation", "preprocess_shards", "message_field_role", "message_field_content")
+_EXAMPLES = {
+    "datasets": "datasets: [{path: data/train.jsonl, type: chat_template}]",
+    "pretraining_dataset": "pretraining_dataset: data/texts.jsonl",
+    "dataset": "dataset: NAME, one of dataset_info.json in the folder dataset_dir",
+    "dataset_name": "dataset_name: org/rows, or a file",
+}
 WITHOUT_IT = "rows are read without it"
 """The same for settings that are not known here: any of them may change which rows there are, and what they say."""
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -54,8 +60,10 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
     """
     if result.tool == "axolotl":
         key = wanted = "pretraining_dataset" if result.job == "pretraining" else "datasets"
-        if key != "datasets" and "datasets" in result.data:  # which axolotl does not read then
-            result.without_effect.append("datasets")
+        if key != "datasets" and result.data.get("datasets"):  # which axolotl does not read then
+            result.drop("datasets")
+        elif key != "datasets" and "datasets" in result.data:
+            result.notes.append("datasets names no rows; those of pretraining_dataset are trained.")
         datasets, eval_datasets = _axolotl_datasets(key, result), _axolotl_datasets("test_datasets", result)
     elif result.tool == "llama-factory":
         wanted = "dataset"
@@ -73,9 +81,9 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
         raise RefusedError(
             "this file names no rows to train on",
             where=result.name,
-            found=f"no {wanted}",
+            found=f"{wanted}: {shown_value(result.data[wanted])}" if wanted in result.data else f"no {wanted}",
             expected=wanted,
-            hint=f"add {wanted.split()[0]} to the file",
+            hint=f"write into the file: {_EXAMPLES[wanted.split()[0]]}",
         )
     return datasets, eval_datasets
 
@@ -283,7 +291,8 @@ def _trl_datasets(result: Conversion) -> list[Entry]:
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
         beside = ("dataset_name", "dataset_config", "dataset_train_split")
-        result.without_effect += [key for key in data if key in beside]
+        for name in [name for name in data if name in beside]:
+            result.drop(name)
         for where, item in _with_paths(mixture.get("datasets") or [], "dataset_mixture.datasets", result):
             entries += _trl_entries(item, where, result)
         for key, value in mixture.items():
@@ -291,7 +300,7 @@ def _trl_datasets(result: Conversion) -> list[Entry]:
             if key == "test_split_size" and not is_off(value):
                 result.put("val_set_size", value, name, value)
             elif key == "streaming":
-                result.without_effect.append(name)
+                result.drop(name)
             elif key != "datasets" and not is_off(value):
                 result.leave_out(name, value, "one seed, the recipe's, is for everything")
     elif isinstance(data.get("dataset_name"), str):
@@ -327,7 +336,7 @@ def _trl_eval_datasets(result: Conversion) -> list[Entry]:
     name = None if isinstance(data.get("dataset_mixture"), dict) else data.get("dataset_name")
     if data.get("eval_strategy") in (None, "no", False) or not isinstance(name, str):
         if "dataset_test_split" in data:
-            result.without_effect.append("dataset_test_split")
+            result.drop("dataset_test_split")
         return []
     entry = _named(data, "dataset_test_split")
     entry.setdefault("split", "test")
@@ -486,7 +495,7 @@ class _Dataset:
             if self._job == "pretraining":
                 self._result.leave_out(where, given[key], why, change="it is not read")
             else:  # LLaMA-Factory does not read it either
-                self._result.without_effect.append(where)
+                self._result.drop(where)
         rest = {key: value for key, value in self._known.items() if key not in _READ}
         (finished,) = _finished(entry, rest, self._dataset, self._result, columns=columns, known={})
         return finished

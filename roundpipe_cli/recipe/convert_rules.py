@@ -574,6 +574,8 @@ class UnusedLine:
     key: str
     value: Any
     reason: str
+    change: str | None = None
+    """What training does instead, where that is not the same."""
 
 
 @dataclass(slots=True)
@@ -623,7 +625,7 @@ class Conversion:
         if isinstance(writes, Partly):
             self.change(key, writes.change)
         if not writes:
-            self.without_effect.append(key)
+            self.drop(key)
         for target, meant in writes.items():
             self.put(target, meant, key, value)
 
@@ -650,9 +652,19 @@ class Conversion:
                 self.values[target] = self.defaults[target] = meant
                 self.sources[target] = (f"{key} (default of {self.tool})", value)
 
+    def drop(self, key: str) -> None:
+        """List a key that changes nothing here, once."""
+        if key not in self.without_effect:
+            self.without_effect.append(key)
+
+    def reads(self, key: str) -> bool:
+        """Whether a recipe of these values reads such a key: `eval_steps` needs rows to evaluate on."""
+        return key != "eval_steps" or bool(self.values.get("val_set_size") or self.values.get("eval_datasets"))
+
     def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
         """List a line as left out; `change` says what training does instead, where that is not the same."""
-        self.left_out.append(UnusedLine(key, value, reason))
+        if (line := UnusedLine(key, value, reason, change)) not in self.left_out:
+            self.left_out.append(line)
         if change is not None:
             self.change(key, change)
 

@@ -62,6 +62,9 @@ DEFAULTS: Mapping[tuple[Tool, str], Mapping[str, Any]] = {
 """Defaults of a tool where this one would do something else, in all jobs, in one of them, with LoRA: axolotl 0.19's
 schema and trainer builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
 
+LOGGING_STEPS: Mapping[Tool, int] = {"axolotl": 10, "llama-factory": 500, "trl": 10}
+"""`logging_steps` of a tool's own, which are also its `eval_steps`; axolotl's are 0.5 % of the steps, at most these."""
+
 REQUIRED = ("learning_rate", "lora.r", "lora.alpha")
 """Recipe keys for which axolotl has no default: a file without them takes ours, and the first line says so."""
 

@@ -395,8 +395,8 @@ MULTIMODAL_KEYS = (
 """Keys that only a model of images, video or sound has: `convert` refuses them whatever their value."""
 
 
-# Words in the names of keys that no table has, for recipes alone: they say what a key is about; `convert` names such a
-# key as unknown.
+# Words in the names of keys that no table has, for recipes alone: they say what a key is about; `convert` names such
+# keys as unknown.
 
 _TOPICS: Mapping[str, str] = {
     NO_IMAGES: "images? videos? vision visual audio speech pixels? multimodal mm mmproj",

@@ -19,6 +19,7 @@ from roundpipe_cli.recipe.foreign import _IDLE, _OTHER, file_answer
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
+from roundpipe_cli.units import counted
 from tests.cli.test_terminal_text import said
 from tests.support.convert_files import EXAMPLES
 
@@ -47,7 +48,7 @@ def test_file_becomes_a_recipe_that_validates(name: str) -> None:
     rows = rows or {"axolotl": 1}.get(example.tool, 8)
     rows *= int(written.get("gradient_accumulation_steps", 1)) * example.num_gpus
     assert loaded.recipe.micro_batch_size * loaded.recipe.gradient_accumulation_steps == rows
-    assert f"A step has {rows} rows" in " ".join(result.notes)
+    assert f"A step has {counted(rows, 'row')}" in " ".join(result.notes)
     text = result.text(f"{name}.yaml")
     assert all(entry.reason and f"#   {entry.key}: " in text for entry in result.left_out)
 
@@ -184,6 +185,33 @@ def test_gpus_that_share_rows_do_not_multiply_them() -> None:
     result = convert_file(text.encode(), "a.yaml", num_gpus=4)
     assert result.recipe["gradient_accumulation_steps"] == 6
     assert "x 4 GPUs / 2 that share their rows" in " ".join(result.notes)
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "key", "steps"),
+    [
+        ("trl", "eval_strategy: steps", "eval_steps", 10),
+        ("trl", "{eval_strategy: steps, logging_steps: 25}", "eval_steps", 25),
+        ("trl", "{evaluation_strategy: steps, eval_steps: null, val_set_size: 5}", "eval_steps", 10),
+        ("trl", "{eval_strategy: steps, eval_steps: 7}", "eval_steps", 7),
+        ("trl", "save_strategy: steps", "save_steps", 500),
+        ("llama-factory", "{eval_strategy: steps, val_size: 0.1}", "eval_steps", 500),
+        ("llama-factory", "{eval_strategy: steps, eval_dataset: y, logging_steps: 5}", "eval_steps", 5),
+        ("llama-factory", "{eval_strategy: steps}", "eval_steps", None),
+        ("axolotl", "{eval_strategy: steps, val_set_size: 0.1}", "eval_steps", 10),
+        ("axolotl", "{eval_strategy: steps, test_datasets: [{path: y, type: completion}]}", "eval_steps", 10),
+        ("axolotl", "save_strategy: steps", "save_steps", 500),
+        ("axolotl", "{}", "save_steps", "epoch"),
+    ],
+)
+def test_a_strategy_of_steps_has_the_tools_own_number(tool: str, lines: str, key: str, steps: Any) -> None:
+    """Evaluation at `steps` was dropped where only the tool knows how many, and axolotl's saves became epochs; where
+    there are no rows to evaluate on, the line still changes nothing."""
+    result = converted(tool, lines)
+    assert result.recipe.get(key) == steps
+    idle = {"eval_strategy", "evaluation_strategy", "save_strategy"} & set(result.without_effect)
+    assert bool(idle) == (steps is None)
+    assert load_text(result.text("a.yaml"), "b.yaml").recipe.eval_steps == result.recipe.get("eval_steps")
 
 
 def test_each_key_of_transformers_trainer_is_known() -> None:
@@ -529,3 +557,54 @@ def test_packing_is_left_to_the_run_where_the_model_may_not_pack(
     found = json.loads(said("convert", "a.yaml", "--json")[0])
     assert found["recipe"]["packing"] == packing
     assert ("carries state from token to token" in str(found["changes"])) == (packing == "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.ipynb", '{"cells": [], "nbformat": 4}', "write the arguments of its configuration"),
+        ("a.yaml", '{"cells": [], "nbformat": 4}', "a notebook"),
+        ("train.py", "from trl import SFTConfig", "a Python script"),
+        ("a.yaml", "{model: {_component_: torchtune.models.llama3.llama3_8b}, batch_size: 2}", "torchtune's"),
+        ("ds.json", '{"zero_optimization": {"stage": 3}}', "DeepSpeed's"),
+        ("a.yaml", "{compute_environment: LOCAL_MACHINE, num_machines: 1}", "accelerate's"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 8}', "lora.start_from continues the adapter"),
+        ("config.json", '{"architectures": ["LlamaForCausalLM"]}', "a model's configuration"),
+        ("a.yaml", "{model: a/b, train_dataset: x}", "newer form"),
+        ("a.yaml", "{model: a/b, seed: 1}", "a recipe needs no conversion"),
+        ("a.yaml", "{hello: 1}", "roundpipe init"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_what_it_is(tmp_path: Path, name: str, text: str, told: str) -> None:
+    """A notebook and a file of torchtune got no way on."""
+    (tmp_path / name).write_text(text)
+    err = said("convert", str(tmp_path / name), code=2)[1]
+    assert "no training file" in err and told in err and "hint: " in err
+
+
+def test_each_key_is_told_once(tmp_path: Path) -> None:
+    """`1 keys`; a key left out was told twice, and so was a column of rows that are trained and evaluated on."""
+    (tmp_path / "a.yaml").write_text(BASES["axolotl"] + "fp8: true\nstrict: false\n")
+    err = said("convert", str(tmp_path / "a.yaml"))[1]
+    assert "1 key without effect here: strict" in err and len(re.findall("fp8:", err)) == 1
+    assert "not the same training: products are computed in the recipe's dtype" in err
+    table = "{x: {file_name: a, columns: {prompt: a, response: b, messages: c}, extra: 1}}"
+    result = converted("llama-factory", f"{{dataset: x, eval_dataset: x, dataset_dir: {table}}}")
+    told = [*result.without_effect, *(line.key for line in result.left_out)]
+    assert len(told) == len(set(told)) and {"x.columns.messages", "x.extra"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("datasets: []", "datasets: []"),
+        ("datasets: null", "datasets: null"),
+        ("{rl: dpo, adapter: lora, datasets: []}", "datasets"),
+    ],
+)
+def test_an_empty_list_of_data_sets_is_not_called_idle(lines: str, found: str) -> None:
+    with pytest.raises(RefusedError, match="no rows to train on") as refused:
+        converted("axolotl", lines)
+    assert found in str(refused.value.problems[0].found)
+    result = converted("axolotl", "{pretraining_dataset: c4.jsonl, max_steps: 9, datasets: []}")
+    assert "datasets" not in result.without_effect and "datasets names no rows" in " ".join(result.notes)
