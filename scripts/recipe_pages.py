@@ -113,10 +113,69 @@ def machine_row(hardware: str, words: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+KEPT_FOR: Mapping[str, str] = {
+    "axolotl, LLaMA-Factory, TRL and transformers name it so": """
+        adam_beta1 adam_beta2 adam_epsilon weight_decay neftune_noise_alpha logging_steps eval_steps lr_scheduler_kwargs
+        load_best_model_at_end""",
+    "LLaMA-Factory, TRL and transformers name it so": "optim label_smoothing_factor report_to",
+    "axolotl names it so": "val_set_size train_on_inputs early_stopping_patience eval_max_new_tokens",
+    "axolotl and TRL name it so": "chat_template_kwargs",
+    "torchtune names it so": "shuffle",
+    "PEFT and Unsloth name it so": "revision lora.modules_to_save",
+    "PEFT and TRL name it so": "lora.use_rslora lora.use_dora",
+    "axolotl and LLaMA-Factory name it so": "lora.loraplus_lr_ratio",
+    "TRL names it so": "dpo.label_smoothing simpo.label_smoothing simpo.simpo_gamma simpo.cpo_alpha",
+    "LLaMA-Factory's loss differs from TRL's by it": "orpo.nll_on_prompt",
+    "axolotl's lora_model_dir, LLaMA-Factory's adapter_name_or_path": "lora.start_from",
+    "axolotl's unfrozen_parameters, turned round": "frozen_parameters",
+    "axolotl's test_datasets, LLaMA-Factory's eval_dataset": "eval_datasets",
+    "axolotl's datasets have it": "datasets[].split datasets[].roles_to_train datasets[].train_on_eos",
+    "LLaMA-Factory's mask_history": "datasets[].turns_to_train",
+    "LLaMA-Factory's columns, axolotl's field_...": "datasets[].columns",
+    "rows as TRL, axolotl or LLaMA-Factory join them": "datasets[].as_chat datasets[].alpaca_join",
+    "the section of its keys": "nodes",
+    "what becomes of thoughts and plain texts is a choice about rows that nothing else makes": """
+        datasets[].thoughts datasets[].txt_rows long_rows_overlap""",
+    "answers beside the loss of an evaluation": "eval_samples",
+    "says that a rate above the peak is meant": "lr_above_peak",
+    "torch's SGD has it": "sgd_momentum",
+    "memory of long sequences or large vocabularies": "head_chunk_tokens mlp_chunk_tokens",
+    "data sheets; no GeForce card was measured": "float16_accumulation",
+    "a run without fused operators, to compare with": "kernels",
+    "simulated for Llama-3.1-8B and Qwen3-32B: a step is 5.3 to 9.8 % faster": "pipeline.dispatch",
+    "simulated so: 1.7 to 2.5 % faster": "pipeline.head_workers",
+    "simulated so: 5.2 to 5.8 % faster": "pipeline.skip_last_projection",
+    "simulated so: 0.9 to 1.8 % faster at most": "pipeline.keep_activations",
+    "a cut by hand, to compare with the planner's": "pipeline.forward_stages pipeline.backward_stages",
+    "one worker's share of a machine that others use too": "pipeline.threads_per_worker",
+    "takes a decision of the planner back, to compare with it": "pipeline.weight_cache nodes.shard_optimizer",
+}
+"""Why a key stays that stands in no shipped recipe, on the main page or in the guide -> keys."""
+
+
+def rare_keys() -> set[str]:
+    """Keys that stand in no shipped recipe, on the main page or in the guide."""
+    pages = "".join((GUIDE.parents[level] / name).read_text() for level, name in ((1, "README.md"), (0, "GUIDE.md")))
+    files = "".join(one.path.read_text(encoding="utf-8") for one in shipped_recipes())
+    keys = [key.name for key in recipe_keys() if not key.name.startswith("eval_datasets[]")]
+    return {key for key in keys if not re.search(rf"\b{key.rpartition('.')[2]}\b", pages + files)}
+
+
+def reasons() -> Iterator[str]:
+    """One row for each reason for which rare keys stay."""
+    yield "| keys | why |"
+    yield "|---|---|"
+    rare = rare_keys()
+    for why, names in KEPT_FOR.items():
+        if shown := [f"`{name}`" for name in names.split() if name in rare]:
+            yield f"| {', '.join(shown)} | {why} |"
+
+
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "shipped recipes": shipped_table,
     "recipe keys": lambda: as_markdown(recipe_keys()),
     "types of rows": row_types,
+    "why rare keys stay": reasons,
 }
 """Name in the markers of recipes/README.md -> lines of the table."""
 GUIDE_TABLES: dict[str, Callable[[], Iterable[str]]] = {"machines": machine_table}

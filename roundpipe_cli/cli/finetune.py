@@ -320,7 +320,7 @@ def _start_again(own: Recipe, error: DeviceLostError, restarts: int) -> None:
 def _silent(event: Event) -> None:
     """The events of other machines than the first one: a lost device is each one's own affair."""
     if isinstance(event, DeviceLost):
-        say(f"machine {machine.this_process().rank + 1}: {event.text}")
+        say(f"machine {torchrun.this_process().rank + 1}: {event.text}")
 
 
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:

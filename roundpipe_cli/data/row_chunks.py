@@ -24,7 +24,6 @@ from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refu
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.regular_files import read_regular, tried_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import read_regular, tried_paths
+from roundpipe_cli.regular_files import read_regular, tried_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

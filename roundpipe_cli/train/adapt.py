@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roundpipe_cli.costs.lost_devices import note_lost_device
 from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.engine.step import StepResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 

@@ -6,7 +6,8 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from roundpipe_cli.costs.machine import host_memory, note_lost_device
+from roundpipe_cli.costs.lost_devices import note_lost_device
+from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.errors import DeviceLostError, InternalError

@@ -19,9 +19,10 @@ from roundpipe_cli.cli.display import Display
 from roundpipe_cli.cli.watch import watch
 from roundpipe_cli.dashboard import replay
 from roundpipe_cli.dashboard.html import comparison, page, read_report, report_page
-from roundpipe_cli.dashboard.live import MIN_HEIGHT, last_frame
+from roundpipe_cli.dashboard.live import last_frame
 from roundpipe_cli.dashboard.replay import Life, RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, Median, fold_all
+from roundpipe_cli.dashboard.views import MIN_HEIGHT
 from roundpipe_cli.events import (
     DeviceSample,
     EvaluationFinished,

@@ -21,7 +21,7 @@ from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.exact_counts import EXACT_TYPES, is_counted_exactly
 from roundpipe_cli.costs.find_model import built_architecture, find_config, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import Architecture, TIED_BY_DEFAULT, parse_config
+from roundpipe_cli.costs.models import TIED_BY_DEFAULT, Architecture, parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts

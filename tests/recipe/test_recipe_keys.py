@@ -26,7 +26,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Recipe, plain_data
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.recipe.strict_yaml import parse_text
-from scripts.recipe_pages import PAGE, updated
+from scripts.recipe_pages import KEPT_FOR, PAGE, rare_keys, updated
 
 
 def listed(*words: str) -> str:
@@ -40,6 +40,12 @@ def test_the_page_shows_the_schema_and_the_headers_as_they_are() -> None:
     """A key that is added, removed or explained otherwise must change the page; so must a recipe or its header."""
     page = PAGE.read_text(encoding="utf-8")
     assert updated(page) == page, "python scripts/recipe_pages.py --write"
+
+
+def test_a_key_that_stands_nowhere_has_a_reason() -> None:
+    """A key ships with a recipe that uses it, a passage, a field's standard name or a gain, and the page says which."""
+    told = [name for names in KEPT_FOR.values() for name in names.split()]
+    assert len(told) == len(set(told)) > 20 and set(told) == rare_keys()
 
 
 def test_every_key_is_listed_once() -> None:

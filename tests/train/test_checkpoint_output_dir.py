@@ -19,10 +19,16 @@ import torch
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
 from roundpipe_cli.files import disk_error
-from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check_start, read_state, refuse_if_held
+from roundpipe_cli.train.checkpoint.output_dir import (
+    OutputDir,
+    RunState,
+    check_start,
+    list_checkpoints,
+    read_state,
+    refuse_if_held,
+)
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
-from roundpipe_cli.train.checkpoint.writing import list_checkpoints
 from roundpipe_cli.train.monitor.telemetry import MetricsFile
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import mounted

@@ -19,8 +19,9 @@ from roundpipe_cli import files as durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
+from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, kept_step_of, load_newest
-from roundpipe_cli.train.checkpoint.writing import DTYPE_NAMES, list_checkpoints
+from roundpipe_cli.train.checkpoint.writing import DTYPE_NAMES
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import replace_os_call
 

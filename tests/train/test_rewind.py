@@ -20,11 +20,10 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import append_line
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data
 from roundpipe_cli.train.checkpoint import writing as store
-from roundpipe_cli.train.checkpoint.output_dir import RunState, list_best, read_state
+from roundpipe_cli.train.checkpoint.output_dir import RunState, list_best, list_checkpoints, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import check_not_past_end, check_unchanged, is_complete, may_ask_for_more
 from roundpipe_cli.train.checkpoint.rewind import RowDigest, copy_records, rewind
-from roundpipe_cli.train.checkpoint.writing import list_checkpoints
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import replace_os_call
 
