@@ -375,7 +375,8 @@ def _num_edits(one: str, other: str, most: int) -> int:
     number above it."""
     if abs(len(one) - len(other)) > most:
         return most + 1
-    before, last = [], list(range(len(other) + 1))
+    before: list[int] = []
+    last = list(range(len(other) + 1))
     for i, letter in enumerate(one):
         row = [i + 1]
         for j, theirs in enumerate(other):

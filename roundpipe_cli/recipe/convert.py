@@ -296,7 +296,7 @@ def refuse_scripts(path: Path) -> None:
 
 
 def _other_file(data: Mapping[str, Any]) -> str | None:
-    """What a file of none of the tools is, by keys anywhere in it, and the way on."""
+    """The kind of a file of none of the tools, by keys anywhere in it, and the way on."""
     inner = [key for value in data.values() if isinstance(value, dict) for key in value]
     for signs, told in _OTHER_FILES.items():
         if {*data, *inner} & set(signs.split()):

@@ -575,7 +575,7 @@ class UnusedLine:
     value: Any
     reason: str
     change: str | None = None
-    """What training does instead, where that is not the same."""
+    """Training in its place, where that is not the same."""
 
 
 @dataclass(slots=True)

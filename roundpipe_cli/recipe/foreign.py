@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 
 from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
 
-Kind = Literal["idle", "other", "advice", "job"]
+AnswerKind = Literal["idle", "other", "advice", "job"]
 
 
 class Answer(NamedTuple):
-    """What this program does about a key of another trainer."""
+    """The answer to a key of another trainer."""
 
-    kind: Kind
+    kind: AnswerKind
     """`idle`: decided by the program itself, so a file loses nothing; `other`: training is another without it, and
     `text` says what is done instead; `advice`: what to write or do; `job`: it asks for a job that no recipe does."""
     text: str
@@ -224,7 +224,7 @@ _OTHER: Mapping[str, str] = {
     "attention is not scaled by the length": "scaling_softmax",
     "the batch is the one written": "auto_find_batch_size",
 }
-"""What training does instead -> keys whose work is not done here: said in the first line of a converted recipe."""
+"""Training in its place -> keys whose work is not done here: said in the first line of a converted recipe."""
 
 REINFORCEMENT, PREFERENCES, REWARD = "reinforcement learning", "training on preferences", "training of a reward model"
 CLASSIFIER, DISTILLATION = "training of a classifier", "distillation from a teacher"
@@ -260,7 +260,7 @@ _ADVICE: Mapping[str, str] = {
     "checkpoints in GPTQ are not read": "gptq_disable_exllama",
     "not a device of this program": "xpu_backend",
 }
-"""What to do instead, where nothing else is trained -> keys; `convert` lists them."""
+"""Advice where nothing else is trained -> keys; `convert` lists them."""
 
 _WRITE: Mapping[str, str] = {
     "name the file or hub id: datasets: [{path: data/train.jsonl}]": "dataset data train_dataset train_file data_path",
@@ -439,11 +439,11 @@ _TOPICS: Mapping[str, str] = {
 """Answer -> patterns of words in a key's name."""
 
 
-FILE_KINDS: tuple[Kind, ...] = ("advice", "other", "idle")
+FILE_KINDS: tuple[AnswerKind, ...] = ("advice", "other", "idle")
 
 
 def answer_of(key: str) -> Answer | None:
-    """What is done about a key of another trainer that a table has by its whole name."""
+    """The answer to a key of another trainer that a table has by its whole name."""
     return _listed().get(key)
 
 
@@ -524,7 +524,7 @@ def hint_for_dataset(key: str) -> str | None:
 
 
 @cache
-def _named(kind: Kind) -> dict[str, Answer]:
+def _named(kind: AnswerKind) -> dict[str, Answer]:
     tables = {"idle": _IDLE, "other": _OTHER, "advice": _ADVICE, "job": _JOBS}
     return {name: Answer(kind, text) for text, names in tables[kind].items() for name in names.split()}
 
@@ -537,7 +537,7 @@ def _listed() -> dict[str, Answer]:
     return {name: found for table in tables for name, found in table.items() if not name.endswith("*")}
 
 
-def _by_beginning(kind: Kind, key: str) -> Answer | None:
+def _by_beginning(kind: AnswerKind, key: str) -> Answer | None:
     table = _named(kind)
     return next((found for name, found in table.items() if name.endswith("*") and key.startswith(name[:-1])), None)
 
@@ -545,7 +545,6 @@ def _by_beginning(kind: Kind, key: str) -> Answer | None:
 # Values of keys that recipes have.
 
 _NO_4BIT_STATE = "not here; the nearest is adamw_8bit, whose state takes 2 bytes for each trained parameter"
-_NO_SUCH_OPTIMIZER = f"not offered; optim is {', '.join(OPTIMIZERS)}"
 _FEWER_TRAINED = "write `method: full` and name what stays as it is: frozen_parameters"
 _NO_SUCH_ADAPTER = "not offered: adapters are LoRA's, with lora.use_dora, lora.use_rslora or lora.loraplus_lr_ratio"
 _NO_SUCH_LOSS = "not offered: objective is sft, dpo, orpo or simpo"
