@@ -548,7 +548,6 @@ _NO_4BIT_STATE = "not here; the nearest is adamw_8bit, whose state takes 2 bytes
 _FEWER_TRAINED = "write `method: full` and name what stays as it is: frozen_parameters"
 _NO_SUCH_ADAPTER = "not offered: adapters are LoRA's, with lora.use_dora, lora.use_rslora or lora.loraplus_lr_ratio"
 _NO_SUCH_LOSS = "not offered: objective is sft, dpo, orpo or simpo"
-_NO_SUCH_SCHEDULE = "not offered: by transformers' schedules that know the number of steps"
 _OTHER_TRACKERS = ("swanlab", "comet_ml", "comet", "clearml", "neptune", "dvclive", "all", "codecarbon", "flyte", "aim")
 OTHER_JOBS = {
     **dict.fromkeys(("grpo", "gspo", "dapo", "ppo", "rloo", "online_dpo", "reinforce", "gdpo"), REWARDED),
