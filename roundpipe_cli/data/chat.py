@@ -25,12 +25,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.data.messages import CALL_FORMS, Conversation, Message, in_form
+from roundpipe_cli.data.messages import CALL_FORMS, CALL_FORM_NOTES, Conversation, Message, in_form, texts_in
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.settings import TrainRules
-from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
+from roundpipe_cli.data.spans import TokenSpan, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
 from roundpipe_cli.data.turns import TurnEnds, WrittenTurns, leaves_out
 from roundpipe_cli.errors import RefusedError
@@ -45,7 +46,8 @@ PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "f", 
 LOOKS_SPECIAL = r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>"
 """Marks that are written as special tokens are, where a tokenizer does not know them."""
 
-NEW_IDS = "ids of tool calls (written anew, with the nine letters and digits that the chat template asks for)"
+PROBE_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": PLACEHOLDER}}}
+"""A call with which a template is tried."""
 TRACED_NAME = re.compile(r"(roundpipe_cli\.data\.traced\.)?\b(Safe)?Traced\b")
 REFUSED = "the chat template refuses this conversation"
 
@@ -85,6 +87,7 @@ class ChatTemplate:
         self._specials = tuple(sorted((name for name in names if name.strip()), key=len))
         known = "|".join(map(re.escape, reversed(self._specials)))
         next_special = re.compile(rf"\s*({known}{'|' if known else ''}{LOOKS_SPECIAL})")
+        self._specials_in_front = re.compile(rf"(?:\s*(?:{known}))+") if known else None
         controls = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
         self._owners: list[int] = []
@@ -117,36 +120,51 @@ class ChatTemplate:
             left_out += written.check_spans(spans)
             chosen = [spans[index] for index in sorted(spans)]
             if rules.thoughts == "mask":
-                messages = conversation.messages
-                chosen = [behind_thoughts(text, spans[index], messages[index]) for index in sorted(spans)]
-            ends = with_ends(text, chosen, self.ends.end_of_turn, rules.train_on_eos)
+                chosen = [written.without_thoughts(index, spans[index]) for index in sorted(spans)]
+            ends = with_ends(chosen, written.every_end, rules.train_on_eos)
             return Rendered(text, tuple(ends), tuple(dict.fromkeys(left_out)))
 
         return self._first_that_fits(conversation, trained)
 
-    def holds_control_token(self, messages: Sequence[Message]) -> bool:
-        """Whether a message spells a special token, which the tokenizer cannot tell from a real one."""
+    def holds_control_token(self, value: object) -> bool:
+        """Whether a text in messages, tools or lists of them spells a special token, which the tokenizer cannot tell
+        from a real one."""
         pattern = self._control_tokens
-        return pattern is not None and any(pattern.search(message["content"]) for message in messages)
+        return pattern is not None and any(pattern.search(text) for text in texts_in(value))
 
     def _first_that_fits(self, conversation: Conversation, make: Callable[[WrittenTurns], Rendered]) -> Rendered:
         """The result of `make` for the conversation as it is, else for the first form of its calls that it takes."""
-        try:
+        if not any("tool_calls" in message for message in conversation.messages):
             return make(self._write(conversation.messages, conversation.tools))
-        except BadRowError as error:
-            if not any("tool_calls" in message for message in conversation.messages):
-                raise
-            refusal = error
         refused: list[BadRowError] = []
-        for form in CALL_FORMS:
+        for form in self._call_forms:
             try:
                 made = make(self._write(in_form(conversation.messages, form), conversation.tools))
             except BadRowError as error:
                 refused.append(error)
             else:
-                return replace(made, left_out=(*made.left_out, NEW_IDS)) if "short ids" in form else made
+                return replace(made, left_out=(*made.left_out, *map(CALL_FORM_NOTES.__getitem__, form)))
         # What a form lacks that the template takes says more than why it takes no other.
-        raise next((error for error in [refusal, *refused] if error.fault.what != REFUSED), refusal)
+        raise next((error for error in refused if error.fault.what != REFUSED), refused[0])
+
+    @cached_property
+    def _call_forms(self) -> list[tuple[str, ...]]:
+        """Forms in which calls are given to the template: of arguments as objects and as text one, for all rows, so that
+        no two are trained."""
+        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        rest: list[Message] = [{"role": "tool", "content": PLACEHOLDER}, {"role": "assistant", "content": PLACEHOLDER}]
+        asked: list[Message] = [{"role": "user", "content": PLACEHOLDER}, call]
+
+        def takes(form: tuple[str, ...]) -> bool:
+            for messages in (asked, [*asked, *rest]):
+                for tools in ((), (PROBE_TOOL,)):
+                    with suppress(BadRowError):
+                        self._write(in_form(messages, form), tools).check_kept([1])
+                        return True
+            return False
+
+        objects, texts = ([form for form in CALL_FORMS if ("text" in form) == is_text] for is_text in (False, True))
+        return objects if any(map(takes, objects)) else texts if any(map(takes, texts)) else [*CALL_FORMS]
 
     def _write(self, messages: Sequence[Message], tools: Tools) -> WrittenTurns:
         fields = Fields(messages)
@@ -219,10 +237,13 @@ class ChatTemplate:
         has_prompt = prompted is not None and prompted != self._try_render([question])
         prompt = (prompted or "").rpartition(PLACEHOLDER)[2] if has_prompt and PLACEHOLDER in (prompted or "") else None
         header = (asked or "").partition(end_of_question or "\0")[2]
+        run = self._specials_in_front.match(answered or "") if self._specials_in_front is not None else None
+        one = "|".join(map(re.escape, sorted(self._specials_of(run[0] if run else ""), key=len, reverse=True)))
         return TurnEnds(
             self._specials,
             next_special,
             end_of_turn,
+            re.compile(rf"(?:{one})(?:\s*(?:{one}))*") if one else None,
             end_of_question,
             next_mark_ends=answered is not None and end_of_turn is None and next_special.match(gap) is not None,
             has_generation_prompt=has_prompt,
@@ -234,6 +255,14 @@ class ChatTemplate:
     def _behind_placeholder(self, messages: Sequence[Message]) -> str | None:
         text = self._try_render(messages) or ""
         return text.rsplit(PLACEHOLDER, 1)[1] if PLACEHOLDER in text else None
+
+    def _specials_of(self, run: str) -> list[str]:
+        """The special tokens of a text of nothing but them."""
+        found = []
+        while special := self._first_special(run):
+            found.append(special)
+            run = run.lstrip()[len(special) :]
+        return found
 
     def _first_special(self, tail: str | None) -> str | None:
         tail = (tail or "").lstrip()

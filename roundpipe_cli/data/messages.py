@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +139,19 @@ def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     return value
 
 
+def texts_in(value: object) -> Iterator[str]:
+    """The texts that objects and lists hold, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from texts_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from texts_in(item)
+
+
 def _plain(value: object, field: str) -> Any:
     """Objects and lists of JSON, as dict and list."""
     if isinstance(value, Mapping):
@@ -154,14 +167,26 @@ def _plain(value: object, field: str) -> Any:
     return value
 
 
-CALL_FORMS = (("text",), ("silent",), ("short ids",), ("plan",), ("text", "silent", "short ids"))
-"""Other forms of calls that templates take: arguments as JSON text, which some templates join to their own; no content
-where a turn of calls says nothing else; ids of nine letters and digits, as Mistral's want; what is said or thought
-before calls as `tool_plan`, where Cohere's look for it."""
+CALL_FORM_NOTES = {
+    "text": "arguments of tool calls as objects (given as JSON text, which the chat template asks for)",
+    "silent": "empty content of tool calls (which the chat template does not take)",
+    "short ids": "ids of tool calls (written anew, with the nine letters and digits that the chat template asks for)",
+    "plan": "what is said before tool calls as content (given as `tool_plan`, which the chat template asks for)",
+}
+"""Changes to calls for templates that do not take them as they are, each with what is said of it: arguments as JSON text,
+which some templates join to their own; no content where a turn of calls says nothing else; ids of nine letters and
+digits, as Mistral's want; what is said or thought before calls as `tool_plan`, where Cohere's look for it."""
+CALL_FORMS: tuple[tuple[str, ...], ...] = (
+    *((), ("text",), ("silent",), ("short ids",), ("plan",)),
+    *(("silent", "short ids"), ("text", "silent", "short ids")),
+)
+"""Forms of calls, the first of which a template takes is given: changes to them."""
 
 
 def in_form(messages: Sequence[Message], form: Collection[str]) -> list[Message]:
     """The messages with their calls in one of `CALL_FORMS`."""
+    if not form:
+        return [*messages]
     made = []
     for message in messages:
         if "tool_calls" in message:
@@ -315,10 +340,12 @@ def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
         known = "one of " + ", ".join(roles)
         raise BadRowError(f"{field}.{key}` is unknown", found=shown(spoken), expected=known)
     older, text = item.get("function_call"), item.get(text_key)
-    if older is not None and not item.get("tool_calls"):
-        calls = read_calls([older], f"{field}.function_call`")
-    else:
-        calls = read_calls(item.get("tool_calls"), f"{field}.tool_calls`")
+    calls = read_calls(item.get("tool_calls"), f"{field}.tool_calls`")
+    if older is not None:
+        old_calls = read_calls([older], f"{field}.function_call`")
+        if calls and [call["function"] for call in calls] != [call["function"] for call in old_calls]:
+            raise _two_of_one(field, ["function_call", "tool_calls"])
+        calls = calls or old_calls
     if spoken == CALL_ROLE and not calls:
         text, calls = read_called(text, f"{field}.{text_key}`")
     content = "" if calls and text is None else _content(text, f"{field}.{text_key}`")
@@ -328,10 +355,20 @@ def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
     for name in ("name", "tool_call_id"):
         if item.get(name) is not None:
             message[name] = checked_text(item[name], f"{field}.{name}`", filled=False)
-    thought = next((item[name] for name in THOUGHT_KEYS if item.get(name) is not None), None)
-    if thought is not None:
-        message["reasoning_content"] = checked_text(thought, f"{field}.reasoning_content`", filled=False)
+    given = {name: item[name] for name in THOUGHT_KEYS if item.get(name) is not None}
+    thoughts = {name: checked_text(value, f"{field}.{name}`", filled=False) for name, value in given.items()}
+    told = {text: name for name, text in thoughts.items() if text.strip()}
+    if len(told) > 1:
+        raise _two_of_one(field, list(told.values()))
+    if thoughts:
+        message["reasoning_content"] = next(iter([*told, *thoughts.values()]))
     return message
+
+
+def _two_of_one(field: str, keys: Sequence[str]) -> BadRowError:
+    """The error for a message that says one thing twice, in two ways."""
+    found, expected = "two different values", "one of them, or both the same"
+    return BadRowError(f"{field}` has {' and '.join(f'`{key}`' for key in keys)}", found=found, expected=expected)
 
 
 def _is_trained(item: Mapping[str, object], field: str) -> bool | None:

@@ -20,7 +20,7 @@ from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content
 from roundpipe_cli.data.rows import BadRowError, RawRow, SourceReport, is_null_word
 from roundpipe_cli.data.settings import DataSettings, TrainRules
-from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
+from roundpipe_cli.data.spans import BEGIN_OF_THOUGHT, TokenSpan, only_thought_end, without, without_thoughts
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.faults import fault
@@ -259,8 +259,8 @@ class RowEncoder:
                 made = [self._render(content, own) for content in contents]
                 unused.update(list(dict.fromkeys(name for one in made for name in one.left_out)))
                 rendered += [(place, one) for one in made]
-                messages = [turn for one in contents if not isinstance(one, str) for turn in one.messages]
-                if self._template is not None and self._template.holds_control_token(messages):
+                talks = [(one.messages, one.tools) for one in contents if not isinstance(one, str)]
+                if self._template is not None and self._template.holds_control_token(talks):
                     report.control_token_rows.append(raw.number)
                 if any(is_null_word(columns.get(column)) for field, column in own.columns.items() if field != "tools"):
                     report.null_word_rows.append(raw.number)
@@ -353,13 +353,17 @@ class RowEncoder:
 
     def _render(self, content: Content, row_format: RowFormat) -> Rendered:
         train_all, rules = self._settings.train_on_inputs, row_format.spec.rules
-        if rules.thoughts == "drop":
-            content = without_thoughts(content)
         if isinstance(content, str):
-            rendered = Rendered(content, ((0, len(content)),), is_plain=True)
-        elif content.plain_prompt is not None and (self._template is None or not row_format.spec.as_chat):
-            rendered = _plain(content.plain_prompt, content.messages[-1]["content"], rules, train_all=train_all)
-        elif template := self._tool_template if content.tools else self._template:
+            return _bounded(Rendered(content, ((0, len(content)),), is_plain=True))
+        template = self._tool_template if content.tools else self._template
+        plain = content.plain_prompt if self._template is None or not row_format.spec.as_chat else None
+        given = plain or (template and template.ends.prompt) or ""
+        is_open = given.rstrip().endswith(BEGIN_OF_THOUGHT)
+        if rules.thoughts == "drop":
+            content = without_thoughts(content, is_open=is_open)
+        if plain is not None:
+            rendered = _plain(plain, content.messages[-1]["content"], rules, train_all=train_all, is_open=is_open)
+        elif template is not None:
             with self._within_limits():
                 rendered = template.render_trained(content, None if train_all else rules)
         else:
@@ -369,10 +373,7 @@ class RowEncoder:
                 expected="a prompt and an answer, both text, or a template",
                 hint="add to the recipe: `chat_template: path/to/template.jinja`",
             )
-        if len(rendered.text) > MAX_ROW_CHARACTERS:
-            found, expected = f"{len(rendered.text)} characters", f"at most {MAX_ROW_CHARACTERS}"
-            raise BadRowError("the row is too large", found=found, expected=expected)
-        return rendered
+        return _bounded(rendered)
 
     @contextmanager
     def _within_limits(self) -> Iterator[None]:
@@ -384,8 +385,15 @@ class RowEncoder:
             raise RefusedError(what, where="chat_template", hint=hint) from None
 
 
-def _plain(prompt: str, completion: str, rules: TrainRules, *, train_all: bool) -> Rendered:
-    """A prompt and its completion as they go to the tokenizer without a template."""
+def _bounded(rendered: Rendered) -> Rendered:
+    if len(rendered.text) > MAX_ROW_CHARACTERS:
+        found, expected = f"{len(rendered.text)} characters", f"at most {MAX_ROW_CHARACTERS}"
+        raise BadRowError("the row is too large", found=found, expected=expected)
+    return rendered
+
+
+def _plain(prompt: str, completion: str, rules: TrainRules, *, train_all: bool, is_open: bool) -> Rendered:
+    """A prompt, which may begin a thought, and its completion as they go to the tokenizer without a template."""
     text, border = prompt + completion, len(prompt)
     if "assistant" not in rules.roles_to_train and not train_all:
         raise BadRowError(
@@ -394,8 +402,8 @@ def _plain(prompt: str, completion: str, rules: TrainRules, *, train_all: bool) 
             expected="assistant among them, or turns of a chat template",
         )
     begins_at_prompt = train_all or "user" in rules.roles_to_train
-    span = (0 if begins_at_prompt else border, len(text))
+    spans: tuple[TokenSpan, ...] = ((0 if begins_at_prompt else border, len(text)),)
     if rules.thoughts == "mask" and not train_all:
-        refuse_open_thought(completion)
-        (span,) = behind_thoughts(text, TurnSpans((span,)), {}).spans or ((len(text), len(text)),)
-    return Rendered(text, (span,), is_plain=True, trains_eos=train_all or rules.train_on_eos != "none")
+        thought = border, border + only_thought_end(completion, is_open=is_open)
+        spans = without(spans, [thought]) or ((len(text), len(text)),)
+    return Rendered(text, spans, is_plain=True, trains_eos=train_all or rules.train_on_eos != "none")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from roundpipe_cli.data.messages import END_OF_THOUGHT, Content, Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import TrainRules
 
 BEGIN_OF_THOUGHT = "<think>"
-THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-OPEN_THOUGHT = re.compile(r"^.*?</think>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*(?:<think>.*?</think>\s*)+", re.DOTALL)
+OPEN_THOUGHT = re.compile(r".*?</think>\s*", re.DOTALL)
 """Thoughts whose begin stands in the generation prompt."""
+MARK_OF_THOUGHT = re.compile("</?think>")
 
 TokenSpan = tuple[int, int]
 """Half-open range of characters."""
@@ -41,43 +42,49 @@ class TurnSpans:
     """The end of the turn, at the end of the last span; None where none is written."""
 
 
-def behind_thoughts(text: str, turn: TurnSpans, message: Mapping[str, Any]) -> TurnSpans:
-    """The rest of an answer behind its thoughts, which must have an end, and the blanks that follow them."""
-    refuse_open_thought(str(message.get("content", "")))
-    if not turn.spans:
-        return turn
-    start, end = turn.spans[0][0], turn.spans[-1][1]
-    said = text[start:end]
-    thought = str(message.get("reasoning_content", "")).strip()
-    close = said.rfind(END_OF_THOUGHT)
-    if close >= 0:
-        start += close + len(END_OF_THOUGHT)
-    elif thought and thought in said:
-        start += said.index(thought) + len(thought)
-    else:
-        return turn
-    start += len(text[start:end]) - len(text[start:end].lstrip())
-    return replace(turn, spans=tuple((max(start, first), last) for first, last in turn.spans if last > start))
+def thought_end(content: str, *, is_open: bool = False) -> int:
+    """The end of a content's own thought, which is the blocks at its start with the blanks behind; 0 without one.
+
+    Args:
+        is_open: what stands before the content has begun the block.
+    """
+    found = THOUGHT.match(content) or (OPEN_THOUGHT.match(content) if is_open else None)
+    return found.end() if found else 0
 
 
-def refuse_open_thought(content: str) -> None:
-    """Raise a BadRowError for an answer that is a thought up to its end: <think> without </think> behind it."""
+def only_thought_end(content: str, *, is_open: bool = False) -> int:
+    """As `thought_end`; a content that has marks of thoughts elsewhere too is a BadRowError: they may be its words."""
+    end = thought_end(content, is_open=is_open)
+    mark = MARK_OF_THOUGHT.search(content, end)
+    if mark is None:
+        return end
     if content.rfind(BEGIN_OF_THOUGHT) > content.rfind(END_OF_THOUGHT):
         raise BadRowError(
             "an answer begins a thought that never ends",
             found=f"{BEGIN_OF_THOUGHT} without {END_OF_THOUGHT} behind it",
             expected="an answer behind every thought, where `thoughts` says to mask or to drop them",
         )
+    raise BadRowError(
+        "cannot tell an answer's thoughts from its words",
+        found=f"{mark[0]} at character {mark.start() + 1} of {len(content)}",
+        expected=f"a thought at the content's start, from {BEGIN_OF_THOUGHT} to {END_OF_THOUGHT}, and no such mark behind, "
+        "where `thoughts` says to mask or to drop them",
+        hint="write thoughts as `reasoning_content`, or `thoughts: train`",
+    )
 
 
-def without_thoughts(content: Content) -> Content:
-    """The row without the assistant's thoughts: those beside the answers, and those in <think> marks within them. A row
-    without an answer is a BadRowError."""
+def without_thoughts(content: Content, *, is_open: bool) -> Content:
+    """The row without the assistant's thoughts: those beside the answers, and those at their start in <think> marks. A
+    row without an answer is a BadRowError.
+
+    Args:
+        is_open: what the model is given begins the block.
+    """
     if isinstance(content, str):
         return content
     messages = tuple(
-        {key: _without_thought(value) if key == "content" else value for key, value in message.items()
-         if key != "reasoning_content"}
+        {key: value[only_thought_end(value, is_open=is_open) :] if key == "content" else value
+         for key, value in message.items() if key != "reasoning_content"}
         if message["role"] == "assistant"
         else message
         for message in content.messages
@@ -92,28 +99,28 @@ def without_thoughts(content: Content) -> Content:
     return replace(content, messages=messages)
 
 
-def _without_thought(text: str) -> str:
-    refuse_open_thought(text)
-    kept = THOUGHT.sub("", text)
-    return OPEN_THOUGHT.sub("", kept) if END_OF_THOUGHT in kept else kept
+def without(spans: Sequence[TokenSpan], ranges: Sequence[TokenSpan]) -> tuple[TokenSpan, ...]:
+    """What is left of the spans beside the ranges, both in order."""
+    for first, last in ranges:
+        pieces = [((start, min(end, first)), (max(start, last), end)) for start, end in spans]
+        spans = [span for both in pieces for span in both if span[0] < span[1]]
+    return tuple(spans)
 
 
 def with_ends(
-    text: str, turns: Sequence[TurnSpans], end_of_turn: str | None, which: Literal["turn", "last", "all", "none"]
+    turns: Sequence[TurnSpans],
+    every_end: Callable[[], Sequence[TokenSpan]],
+    which: Literal["turn", "last", "all", "none"],
 ) -> list[TokenSpan]:
     """The spans of turns with the ends that are trained, and without the others, in the text's order.
 
     Args:
-        end_of_turn: the token that the template writes behind every turn; None: none.
+        every_end: the ends of all turns that the template writes.
     """
     made: list[TokenSpan] = []
     for turn in turns:
-        made += turn.spans
         is_whole = which in ("turn", "all") or (which == "last" and turn is turns[-1])
-        if turn.end is not None and not is_whole:
-            first, _ = made[-1]
-            made[-1] = first, max(first, turn.end[0])
-    if which == "all" and end_of_turn is not None:
-        ends = [found.span() for found in re.finditer(re.escape(end_of_turn), text)]
-        made += [end for end in ends if not any(start <= end[0] and end[1] <= stop for start, stop in made)]
+        made += turn.spans if turn.end is None or is_whole else without(turn.spans, [turn.end])
+    if which == "all":
+        made += [one for end in every_end() for one in without([end], made)]
     return sorted(made)

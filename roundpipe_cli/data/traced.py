@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
-from roundpipe_cli.data.messages import END_OF_THOUGHT, Message
+from roundpipe_cli.data.messages import Message
 from roundpipe_cli.data.spans import TokenSpan
 
 OWN = -1
@@ -26,8 +26,8 @@ SEVERAL = -2
 OPEN, CLOSE = -3, -4
 """Fields of the empty pieces at both ends of a `{% generation %}` block."""
 COPIED, DUMPED, CHANGED = 0, 1, 2
-"""How a piece was made of its field: as it stands, as JSON, or with other letters."""
-JSON_MARKS = re.compile(r"[\s{}\[\]\",:]*")
+"""How a piece was made of its field: as it stands, as JSON or Python's text of a list, or with other letters."""
+DUMP_MARKS = re.compile(r"[\s{}()\[\]\"',:]*")
 MARK = re.compile("\x00([0-9]+)\x00")
 
 Cover = tuple[int, int, int]
@@ -70,7 +70,7 @@ class Traced(str):
             first, last = max(start, position), min(stop, position + piece.length)
             if first < last:
                 pieces.append(self._part(piece, position, first, last))
-            elif piece.length == 0 and start <= position <= stop:
+            elif piece.field in (OPEN, CLOSE) or (piece.length == 0 and start <= position <= stop):
                 pieces.append(piece)
             position += piece.length
         return type(self)(text, tuple(pieces))
@@ -84,16 +84,20 @@ class Traced(str):
             ((field, begin, _),) = piece.covers
             return TracedPiece(last - first, field, ((field, begin + first - position, begin + last - position),))
         lost = str.__getitem__(self, slice(position, first)) + str.__getitem__(self, slice(last, end))
-        kept = piece.how == DUMPED and JSON_MARKS.fullmatch(lost) is not None
+        kept = piece.how == DUMPED and DUMP_MARKS.fullmatch(lost) is not None
         return TracedPiece(last - first, piece.field, piece.covers if kept else (), piece.how)
 
     def _changed(self, text: str) -> str:
         if str.__eq__(self, text):
             return self
-        pieces = [piece._replace(length=0, how=CHANGED) for piece in self._pieces if piece.field != OWN]
-        if pieces:
-            pieces[0] = pieces[0]._replace(length=len(text))
-        return Traced(text, tuple(pieces)) if pieces else text
+        opened, closed = ([piece for piece in self._pieces if piece.field == mark] for mark in (OPEN, CLOSE))
+        said = [
+            piece._replace(length=0, how=CHANGED) for piece in self._pieces if piece.field not in (OWN, OPEN, CLOSE)
+        ]
+        if not said and not opened:
+            return text
+        first = (said[0] if said else TracedPiece(0, OWN))._replace(length=len(text))
+        return Traced(text, (*opened, first, *said[1:], *closed))
 
     def __str__(self) -> str:
         return self
@@ -230,6 +234,20 @@ class TracedFloat(float):
         return Traced.of_field(float.__repr__(self), self.field)
 
 
+class TracedList(list[Any]):
+    """A list of a call's arguments."""
+
+    def __str__(self) -> str:
+        return dumped(list.__repr__(self), self)
+
+
+class TracedDict(dict[Any, Any]):
+    """An object of a call's arguments, or a call."""
+
+    def __str__(self) -> str:
+        return dumped(dict.__repr__(self), self)
+
+
 def pieces_of(text: str) -> tuple[TracedPiece, ...]:
     """The pieces of any text."""
     if isinstance(text, Traced):
@@ -258,17 +276,26 @@ def percent(template: str, values: Any) -> str:
 
 def _filled(fill: Callable[[Any], str], values: Any) -> str:
     """The text that `fill` makes of `values`, with the pieces of those that it writes as they stand."""
-    kept: list[Traced] = []
+    kept: list[str] = []
 
     def mark(value: Any) -> Any:
-        if isinstance(value, (TracedInt, TracedFloat)):
-            return value
-        if isinstance(value, Traced):
-            kept.append(value)
-            return f"\x00{len(kept) - 1}\x00"
+        if isinstance(value, (Traced, TracedInt, TracedFloat, TracedList, TracedDict)):
+            kept.append(str(value))
+            name = f"\x00{len(kept) - 1}\x00"
+            return name if isinstance(value, str) else _spelt(value, name)
         if isinstance(value, tuple):
             return tuple(map(mark, value))
         return {key: mark(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    def _spelt(value: Any, name: str) -> Any:
+        base: Any = next(kind for kind in (int, float, list, dict) if isinstance(value, kind))
+        inner = {key: mark(item) for key, item in value.items()} if base is dict else value
+        inner = [mark(item) for item in value] if base is list else inner
+        spelt = {
+            "__str__": lambda _: name,
+            "__format__": lambda self, how: base.__format__(self, how) if how else name,
+        }
+        return type("Spelt", (base,), spelt)(inner)
 
     text, marked = fill(values), mark(values)
     if not kept or "\x00" in text:
@@ -276,6 +303,13 @@ def _filled(fill: Callable[[Any], str], values: Any) -> str:
     parts = MARK.split(fill(marked))
     made = join_traced([kept[int(part)] if index % 2 else part for index, part in enumerate(parts)])
     return made if str.__eq__(made, text) else text
+
+
+def dumped(text: str, value: object) -> str:
+    """The text that `value`, an object or a list of one message, is written as."""
+    found: list[Cover] = []
+    found_in(value, found)
+    return Traced(text, (TracedPiece(len(text), found[0][0], tuple(found), DUMPED),)) if found else text
 
 
 def found_in(value: object, found: list[Cover]) -> None:
@@ -304,6 +338,7 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
     from jinja2 import nodes
     from jinja2.compiler import CodeGenerator, Frame
     from jinja2.ext import Extension
+    from jinja2.filters import make_attrgetter
     from jinja2.parser import Parser
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -336,8 +371,8 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
 
         def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
             owner = getattr(__obj, "__self__", None)
-            if type(owner) is str and args and __obj.__name__ in ("join", "replace"):  # their results are plain text
-                return getattr(Traced(owner), __obj.__name__)(*args, **kwargs)
+            if type(owner) is str and __obj.__name__ in ("join", "replace"):  # their results are plain text
+                __obj = getattr(Traced(owner), __obj.__name__)
             return super().call(__context, __obj, *args, **kwargs)
 
     class Marks(Extension):
@@ -366,7 +401,7 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
 
     def join(value: Iterable[Any], between: str = "", attribute: Any = None) -> str:
         if attribute is not None:
-            value = environment.call_filter("map", value, kwargs={"attribute": attribute})
+            value = map(make_attrgetter(environment, attribute), value)
         return join_traced([str(part) for part in value], str(between))
 
     def safe(value: Any) -> str:
@@ -400,6 +435,7 @@ class Field:
     text: str
     constant: str = ""
     """Spelling of the value that a key of arguments has, where that is no text and no number."""
+    is_key: bool = False
 
 
 class Fields:
@@ -423,24 +459,25 @@ class Fields:
         if "tool_plan" in message:  # one of the two
             traced["tool_plan"] = traced["content"] if message["tool_plan"] == message["content"] else thought
         if "tool_calls" in message:
-            traced["tool_calls"] = [self._call(call, index) for call in message["tool_calls"]]
+            traced["tool_calls"] = TracedList(self._call(call, index) for call in message["tool_calls"])
         return traced
 
     def _call(self, call: dict[str, Any], message: int) -> dict[str, Any]:
         function = call["function"]
         name = self._traced(function["name"], Field(message, "name", function["name"]))
         arguments = self._value(function["arguments"], message)
-        return {**call, "function": {**function, "name": name, "arguments": arguments}}
+        return TracedDict(call, function=TracedDict(function, name=name, arguments=arguments))
 
     def _value(self, value: Any, message: int) -> Any:
         if isinstance(value, dict):
-            made = {}
+            made = TracedDict()
             for key, item in value.items():
                 spelt = CONSTANTS[item] if item is None or isinstance(item, bool) else ""
-                made[self._traced(key, Field(message, "arguments", key, spelt))] = self._value(item, message)
+                name = self._traced(key, Field(message, "arguments", key, spelt, is_key=True))
+                made[name] = self._value(item, message)
             return made
         if isinstance(value, (list, tuple)):
-            return [self._value(item, message) for item in value]
+            return TracedList(self._value(item, message) for item in value)
         if isinstance(value, str):
             return self._traced(value, Field(message, "arguments", value))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -508,13 +545,23 @@ class Laid:
         text, constant = self.fields[wanted].text, self.fields[wanted].constant
         found = [(start, stop) for start, stop, key in self._found.get(wanted, ()) if self._has_constant(key, constant)]
         if not found:
-            return [] if NOT_SAID.fullmatch(text) and not constant else [(0, len(text))]
+            is_blank = NOT_SAID.fullmatch(text) and not constant
+            return [] if is_blank or self._spells_key(wanted) else [(0, len(text))]
         position, lost = 0, []
         for start, stop in [*sorted(found), (len(text), len(text))]:
             if start > position and NOT_SAID.fullmatch(text, position, start) is None:
                 lost.append((position, start))
             position = max(position, stop)
         return lost
+
+    def _spells_key(self, wanted: int) -> bool:
+        """Whether the template itself writes a key of arguments, before its value."""
+        values = self._found.get(wanted + 1) if self.fields[wanted].is_key else None
+        if not values:
+            return False
+        start = values[0][2].start
+        before = max((run.end for run in self.runs if run.end <= start), default=0)
+        return re.search(rf"\b{re.escape(self.fields[wanted].text)}\b", self.text[before:start]) is not None
 
     def _has_constant(self, key: Run, constant: str) -> bool:
         if not constant or key.piece.how == DUMPED:
@@ -548,11 +595,3 @@ def lay(parts: Sequence[str], fields: Sequence[Field]) -> Laid:
                         found.setdefault(of, []).append((start, stop, run))
             position += length
     return Laid("".join(parts), tuple(runs), tuple(sorted(marks)), fields, found, changed)
-
-
-def is_thought(content: str, lost: Sequence[TokenSpan]) -> bool:
-    """Whether what a template leaves out of a content lies before the end of its thoughts."""
-    answer = content.rfind(END_OF_THOUGHT) + len(END_OF_THOUGHT)
-    return END_OF_THOUGHT in content and all(
-        NOT_SAID.fullmatch(content, max(answer, a), b) for a, b in lost if b > answer
-    )

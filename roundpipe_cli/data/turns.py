@@ -10,9 +10,25 @@ from os.path import commonprefix
 
 from roundpipe_cli.data.messages import Message
 from roundpipe_cli.data.rows import BadRowError, printable
-from roundpipe_cli.data.spans import BEGIN_OF_THOUGHT, TokenSpan, TurnSpans
-from roundpipe_cli.data.traced import Cover, Field, Fields, Laid, Run, is_thought
+from roundpipe_cli.data.spans import (
+    BEGIN_OF_THOUGHT,
+    END_OF_THOUGHT,
+    TokenSpan,
+    TurnSpans,
+    only_thought_end,
+    thought_end,
+    without,
+)
+from roundpipe_cli.data.traced import COPIED, NOT_SAID, Cover, Field, Fields, Laid, Run
 
+CLOSING = (
+    r"<(?:\|?/[^<>\s]+|(?:[^<>\s]*[^<>\sa-zA-Z])?(?i:end)[^<>\s]*|\w+\|)>|\[/[^\[\]\s]+\]|\u25c1/[^\s\u25b7]+\u25b7"
+)
+"""Marks that close: `</think>`, `[/THINK]`, `<|END_THINKING|>`, `<|end|>`, `<channel|>`."""
+CLOSES_THOUGHT = re.compile(rf"\s*(?:{CLOSING})?\s*")
+OPENS_THOUGHT = re.compile(rf"(?!{CLOSING})(?:<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\s\u25b7]+\u25b7)[^<>\[\]]*\Z")
+EMPTY_THOUGHT = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
+BLANKS = re.compile(r"\s*")
 NOT_KEPT = "(not kept by the chat template)"
 TEMPLATE_HINT = "`chat_template: FILE`"
 
@@ -26,7 +42,9 @@ class TurnEnds:
     next_special: re.Pattern[str]
     """Blanks and a special token (group 1)."""
     end_of_turn: str | None
-    """The special token behind every turn of the assistant; None: none is."""
+    """The first special token behind every turn of the assistant; None: none is."""
+    end_run: re.Pattern[str] | None
+    """That token and those that follow it behind an answer, with the blanks between, any of them at least once."""
     end_of_question: str | None
     """The special token behind a turn of the user."""
     next_mark_ends: bool
@@ -81,7 +99,7 @@ class WrittenTurns:
             if not lost:
                 continue
             role = self.messages[of.message]["role"]
-            if of.part == "thought" or (role == "assistant" and of.part == "content" and is_thought(of.text, lost)):
+            if of.part == "thought" or (role == "assistant" and self._is_thought(of, lost)):
                 left_out.append(self._lost_thought(place, of))
             elif of.part != "content":
                 raise self._lost_call(of)
@@ -213,10 +231,20 @@ class WrittenTurns:
         asked = before is not None and is_next and self.messages[before.message]["role"] == "user"
         if asked and self._ends.prompt is not None and gap.startswith(self._ends.prompt):
             return position + len(self._ends.prompt)
-        key = (gap, is_next and before and self._kind(before), self._kind(first), index if not is_next else 0)
+        if asked and (given := self._given_before(self._ends.prompt, position)):
+            return position + given
+        begins = self.laid.text.startswith(BEGIN_OF_THOUGHT, first.start)
+        key = (gap, is_next and before and self._kind(before), self._kind(first), index if not is_next else 0, begins)
         if key not in self._starts:
             self._starts[key] = self._offset(index, before, gap)
         return position + self._starts[key]
+
+    def _given_before(self, given: str | None, position: int) -> int:
+        """Characters of the text that the model is given, where that ends with the mark of a thought that an answer, or
+        the template before it, repeats; 0 otherwise."""
+        shared = commonprefix([given or "", self.laid.text[position : position + len(given or "")]])
+        is_begun = shared.rstrip() == (given or "").rstrip() and shared.rstrip().endswith(BEGIN_OF_THOUGHT)
+        return len(shared) if is_begun else 0
 
     def _kind(self, run: Run) -> tuple[str, str]:
         if run.message < 0:
@@ -228,6 +256,8 @@ class WrittenTurns:
         given = self._given(before, index)
         if given and gap.startswith(given):
             return len(given)
+        if shared := self._given_before(given, 0 if before is None else before.end):
+            return shared
         words: Message = {"role": "assistant", "content": "x"}
         fields = Fields([*self.messages[:index], words])
         laid = self._lay(fields, fields.messages, False)
@@ -267,16 +297,23 @@ class WrittenTurns:
         is_whole = tail is not None and len(shared) == len(tail) and not ends.always_prompts
         if not is_whole:
             shared = _whole_marks(shared, gap)
-            tokens = [token for token in (ends.end_of_turn, ends.end_of_question) if token and token in shared]
-            shared = shared[: max((shared.rfind(token) + len(token) for token in tokens), default=None)]
+            told = [found.end() for found in ends.end_run.finditer(shared)] if ends.end_run is not None else []
+            if ends.end_of_question and ends.end_of_question in shared:
+                told.append(shared.rfind(ends.end_of_question) + len(ends.end_of_question))
+            shared = shared[: max(told, default=None)]
         kept = shared.rstrip()
         end = start + len(kept)
-        if ends.end_of_turn is not None and kept.endswith(ends.end_of_turn):
-            return end, (end - len(ends.end_of_turn), end)
-        is_end = not ends.next_mark_ends if is_whole else kept.endswith(ends.end_of_question or "\0")
-        if is_end and kept.endswith(ends.specials):
+        span = self._end_run(start, end)
+        if span is not None:
+            return end, span
+        if not is_whole and ends.end_of_question and kept.endswith(ends.end_of_question):
+            return end, (end - len(ends.end_of_question), end)
+        if is_whole and not ends.next_mark_ends and kept.endswith(ends.specials):
             return end, None
         following = ends.next_special.match(self.laid.text, end, stop)
+        is_late = kept.endswith(ends.specials) and ends.end_run is not None and ends.end_run.search(tail or "")
+        if is_late and following is not None and following[1] != ends.end_of_question:
+            return end, None  # the turn ends further on, behind what is not the model's
         if ends.next_mark_ends and [item["role"] for item in self.messages[index + 1 : index + 2]] == ["assistant"]:
             following = None  # it is the header of another answer
         if following is not None:
@@ -313,17 +350,87 @@ class WrittenTurns:
 
     def _to_end_of_turn(self, *spans: TokenSpan) -> TurnSpans:
         """The spans, the last one lengthened over the end-of-turn token if that comes next."""
-        token = self._ends.end_of_turn
-        if token is None or not spans:
+        if self._ends.end_run is None or not spans:
             return TurnSpans(spans)
         start, end = spans[-1]
-        rest = self.laid.text[end : end + len(token) + 16]
-        token_start = len(rest) - len(rest.lstrip())
-        if rest.startswith(token, token_start):
-            end += token_start + len(token)
+        rest = self.laid.text[end : end + 16]
+        behind = self._ends.end_run.match(self.laid.text, end + len(rest) - len(rest.lstrip()))
+        end = behind.end() if behind is not None else end
         stop = start + len(self.laid.text[start:end].rstrip())
-        closes = self.laid.text.endswith(token, start, stop)
-        return TurnSpans((*spans[:-1], (start, end)), (stop - len(token), stop) if closes else None)
+        said = max((min(run.end, stop) for run in self.laid.runs if start <= run.start < stop), default=start)
+        return TurnSpans((*spans[:-1], (start, end)), self._end_run(said, stop))
+
+    def _end_run(self, start: int, stop: int) -> TokenSpan | None:
+        """The end of a turn at the end of a range of the text; None where none is there."""
+        pattern = self._ends.end_run
+        runs = pattern.finditer(self.laid.text, start, stop) if pattern is not None else ()
+        return next((run.span() for run in runs if run.end() == stop), None)
+
+    def every_end(self) -> list[TokenSpan]:
+        """The ends of all turns that the template writes."""
+        ends = [run.span() for run in self._ends.end_run.finditer(self.laid.text)] if self._ends.end_run else []
+        said = [(run.start, run.end) for run in self.laid.runs]
+        return [end for end in ends if not any(start < end[1] and end[0] < stop for start, stop in said)]
+
+    def _is_thought(self, of: Field, lost: Sequence[TokenSpan]) -> bool:
+        """Whether what is lost of a field is a content's own thought."""
+        end = self._thought_end(self._text_until(of.message) or self.laid, of.message) if of.part == "content" else 0
+        return end > 0 and all(NOT_SAID.fullmatch(of.text, max(end, a), b) for a, b in lost if b > end)
+
+    def _thought_end(self, laid: Laid, index: int, find: Callable[..., int] = thought_end) -> int:
+        """The end of the thought in the content of a turn, which the text before it may begin."""
+        first = next((run for run in laid.of_message(index) if self._kind(run)[1] == "content"), None)
+        before = "" if first is None else laid.text[max(0, first.start - 64) : first.start]
+        return find(
+            str.__str__(self.messages[index].get("content", "")), is_open=before.rstrip().endswith(BEGIN_OF_THOUGHT)
+        )
+
+    def without_thoughts(self, index: int, turn: TurnSpans) -> TurnSpans:
+        """A turn without its thoughts, the marks that the template has around them, and the blanks behind."""
+        if self.messages[index]["role"] != "assistant" or not turn.spans:
+            return turn
+        end = self._thought_end(self.laid, index, only_thought_end)
+        begin, stop = turn.spans[0][0], turn.spans[-1][1] if turn.end is None else turn.end[0]
+        runs = [run for run in self.laid.of_message(index) if run.start < stop]
+        empty = EMPTY_THOUGHT.match(self.laid.text, begin, runs[0].start if runs else stop)
+        ranges = [] if empty is None else [empty.span()]
+        before, is_behind = begin, True
+        for run in runs:
+            last = self._last_of_thought(run, end)
+            if last > run.start:
+                gap = self.laid.text[before : run.start]
+                opened = OPENS_THOUGHT.search(gap)
+                start = before if is_behind else run.start - (len(opened[0]) if opened else 0)
+                if last == run.end:
+                    limit = min(self.laid.next_start(run.end), stop)
+                    closed = CLOSES_THOUGHT if not self.laid.text.endswith(END_OF_THOUGHT, start, last) else BLANKS
+                    found = closed.match(self.laid.text, last, limit)
+                    last = found.end() if found is not None else last
+                ranges.append((start, last))
+            before, is_behind = max(last, run.end), last >= run.end and is_behind
+        return TurnSpans(without(turn.spans, ranges), turn.end)
+
+    def _last_of_thought(self, run: Run, end: int) -> int:
+        """Where the thought in a piece of a turn ends, at its start where it has none, by the content's own thought."""
+        parts = [self._fields.fields[field].part for field, *_ in run.piece.covers]
+        are = [
+            part == "thought" or (part == "content" and stop <= end)
+            for part, (_, _, stop) in zip(parts, run.piece.covers, strict=True)
+        ]
+        if are and all(are):
+            return run.end
+        if not any(are) and not any(
+            part == "content" and cover[1] < end for part, cover in zip(parts, run.piece.covers, strict=True)
+        ):
+            return run.start
+        if run.piece.how != COPIED:
+            raise BadRowError(
+                "cannot tell the assistant's thoughts from its words in the text that the chat template makes",
+                found=f"both in one text in turn {run.message + 1}",
+                expected="a template that writes thoughts as they stand, or `thoughts: train` or `drop`",
+                hint=TEMPLATE_HINT,
+            )
+        return run.start + end - run.piece.covers[0][1]
 
     def marked(self, turns: Sequence[int]) -> dict[int, TurnSpans]:
         """The spans between the template's own marks, of the assistant's turns among these."""
@@ -360,6 +467,7 @@ class WrittenTurns:
                 for run in self.laid.runs[max(0, first - 1) : bisect_left(starts, end)]:
                     if run.end <= start:
                         continue
+                    is_begun = NOT_SAID.fullmatch(self.laid.text, run.start, max(run.start, start)) is not None
                     if run.message not in turns:
                         role = self.messages[run.message]["role"] if run.message >= 0 else "user"
                         raise BadRowError(
@@ -368,7 +476,7 @@ class WrittenTurns:
                             expected="a template whose marks are around the assistant's words",
                             hint=TEMPLATE_HINT,
                         )
-                    if start <= run.start and run.end <= end:
+                    if is_begun and run.end <= end:
                         inside.add(run)
         for index in turns:
             covered = {cover for run in inside if run.message == index for cover in run.piece.covers}
@@ -377,7 +485,7 @@ class WrittenTurns:
                     continue
                 of = self._fields.fields[run.piece.field]
                 lost = [cover[1:] for cover in run.piece.covers]
-                if of.part == "thought" or (of.part == "content" and is_thought(of.text, lost)):
+                if of.part == "thought" or self._is_thought(of, lost):
                     left_out.append("thoughts outside the chat template's {% generation %} marks")
                 else:
                     raise self._cannot_tell(index)
