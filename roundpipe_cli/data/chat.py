@@ -237,7 +237,10 @@ class ChatTemplate:
         has_prompt = prompted is not None and prompted != self._try_render([question])
         prompt = (prompted or "").rpartition(PLACEHOLDER)[2] if has_prompt and PLACEHOLDER in (prompted or "") else None
         header = (asked or "").partition(end_of_question or "\0")[2]
-        run = self._specials_in_front.match(answered or "") if self._specials_in_front is not None else None
+        is_prompt = not has_prompt or header.strip() in (prompt or "")  # and stands behind every text
+        alone = (answered or "").rstrip()
+        alone = alone if gap.startswith(alone) or not is_prompt else alone.removesuffix(header.rstrip())
+        run = self._specials_in_front.match(alone) if self._specials_in_front is not None else None
         one = "|".join(map(re.escape, sorted(self._specials_of(run[0] if run else ""), key=len, reverse=True)))
         return TurnEnds(
             self._specials,
@@ -249,7 +252,7 @@ class ChatTemplate:
             has_generation_prompt=has_prompt,
             prompt=prompt or None,
             closing=answered if end_of_turn is not None else None,
-            always_prompts=not has_prompt and bool(header.strip()),
+            always_prompts=is_prompt and bool(header.strip()),
         )
 
     def _behind_placeholder(self, messages: Sequence[Message]) -> str | None:

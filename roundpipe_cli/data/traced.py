@@ -436,6 +436,8 @@ class Field:
     constant: str = ""
     """Spelling of the value that a key of arguments has, where that is no text and no number."""
     is_key: bool = False
+    has_place: bool = False
+    """A content of nothing that parts what is before it from what is behind it, as an empty result of a tool does."""
 
 
 class Fields:
@@ -451,7 +453,10 @@ class Fields:
     def _message(self, index: int, message: Message) -> Message:
         traced = {**message}
         if "content" in message:
-            traced["content"] = self._traced(message["content"], Field(index, "content", message["content"]))
+            is_empty = message["role"] != "assistant" and not message["content"]
+            traced["content"] = self._traced(
+                message["content"], Field(index, "content", message["content"], has_place=is_empty)
+            )
         thought = message.get("reasoning_content")
         if thought is not None:  # under the two names that transformers gives it
             thought = self._traced(thought, Field(index, "thought", thought))
@@ -585,7 +590,7 @@ def lay(parts: Sequence[str], fields: Sequence[Field]) -> Laid:
                 opened.append(position)
             elif field == CLOSE:
                 marks.append((opened.pop(), position))
-            elif field != OWN and length:
+            elif field != OWN and (length or fields[field].has_place):
                 run = Run(position, position + length, piece, fields[field].message if field >= 0 else -1)
                 runs.append(run)
                 if how == CHANGED:

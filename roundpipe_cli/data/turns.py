@@ -309,7 +309,7 @@ class WrittenTurns:
         if not is_whole and ends.end_of_question and kept.endswith(ends.end_of_question):
             return end, (end - len(ends.end_of_question), end)
         if is_whole and not ends.next_mark_ends and kept.endswith(ends.specials):
-            return end, None
+            return end, self._stop_token(start, end)
         following = ends.next_special.match(self.laid.text, end, stop)
         is_late = kept.endswith(ends.specials) and ends.end_run is not None and ends.end_run.search(tail or "")
         if is_late and following is not None and following[1] != ends.end_of_question:
@@ -352,13 +352,29 @@ class WrittenTurns:
         """The spans, the last one lengthened over the end-of-turn token if that comes next."""
         if self._ends.end_run is None or not spans:
             return TurnSpans(spans)
+        if len(spans) > 1 and spans[-2][1] == spans[-1][0]:  # marks side by side
+            return self._to_end_of_turn(*spans[:-2], (spans[-2][0], spans[-1][1]))
         start, end = spans[-1]
-        rest = self.laid.text[end : end + 16]
-        behind = self._ends.end_run.match(self.laid.text, end + len(rest) - len(rest.lstrip()))
-        end = behind.end() if behind is not None else end
-        stop = start + len(self.laid.text[start:end].rstrip())
-        said = max((min(run.end, stop) for run in self.laid.runs if start <= run.start < stop), default=start)
-        return TurnSpans((*spans[:-1], (start, end)), self._end_run(said, stop))
+        said = max((min(run.end, end) for run in self.laid.runs if start <= run.start < end), default=start)
+        for _ in range(2):
+            stop = start + len(self.laid.text[start:end].rstrip())
+            closes = self._end_run(said, stop) or self._stop_token(said, stop)
+            rest = self.laid.text[end : end + 16]
+            behind = self._ends.end_run.match(self.laid.text, end + len(rest) - len(rest.lstrip()))
+            if closes is not None or behind is None:
+                break
+            end = behind.end()
+        return TurnSpans((*spans[:-1], (start, end)), closes)
+
+    def _stop_token(self, start: int, stop: int) -> TokenSpan | None:
+        """The special token at the end of a range of the text that the model stops with, though it ends no answer; None
+        for one that closes something."""
+        last = max(
+            (token for token in self._ends.specials if self.laid.text.endswith(token, start, stop)), key=len, default=""
+        )
+        if last == self._ends.end_of_question or (last and not re.fullmatch(CLOSING, last)):
+            return stop - len(last), stop
+        return None
 
     def _end_run(self, start: int, stop: int) -> TokenSpan | None:
         """The end of a turn at the end of a range of the text; None where none is there."""
