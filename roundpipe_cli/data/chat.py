@@ -48,7 +48,7 @@ LOOKS_SPECIAL = r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>"
 
 PROBE_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": PLACEHOLDER}}}
 """A call with which a template is tried."""
-TRACED_NAME = re.compile(r"(roundpipe_cli\.data\.traced\.)?\b(Safe)?Traced\b")
+TRACED_NAME = re.compile(r"(?:roundpipe_cli\.data\.traced\.)?\b(?:Safe)?Traced(Int|Float|List|Dict)?\b")
 REFUSED = "the chat template refuses this conversation"
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
@@ -194,7 +194,9 @@ class ChatTemplate:
             has_calls = any("tool_calls" in message for message in messages)
             raise BadRowError(
                 REFUSED,
-                found=printable(f"{type(error).__name__}: {TRACED_NAME.sub('str', str(error))}"),
+                found=printable(
+                    f"{type(error).__name__}: {TRACED_NAME.sub(lambda name: (name[1] or 'str').lower(), str(error))}"
+                ),
                 expected="roles " + ", ".join(message["role"] for message in messages) + " in an order that it takes"
                 if not has_calls
                 else "turns in an order and tool calls in a form that it takes",

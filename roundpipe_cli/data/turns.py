@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from roundpipe_cli.data.messages import Message
+from roundpipe_cli.data.messages import THOUGHT_KEYS, Message
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.spans import (
     BEGIN_OF_THOUGHT,
     END_OF_THOUGHT,
+    MARK_OF_THOUGHT,
     TokenSpan,
     TurnSpans,
     only_thought_end,
@@ -125,7 +126,23 @@ class WrittenTurns:
         beside = of.part == "thought"
         found = f"no {'`reasoning_content`' if beside else 'thought in `content`'} of turn {of.message + 1} in its text"
         expected = "a template with `reasoning_content`" if beside else "a template that keeps thoughts"
-        raise leaves_out("the assistant's thoughts", found, expected, f"{TEMPLATE_HINT}, or `thoughts: drop`")
+        hint = f"{self._other_way(of)}{TEMPLATE_HINT}, or `thoughts: drop`"
+        raise leaves_out("the assistant's thoughts", found, expected, hint)
+
+    def _other_way(self, of: Field) -> str:
+        """The other way of writing a thought, where the template keeps that, tried with its turn as the last one."""
+        message = {key: value for key, value in self.messages[of.message].items() if key not in THOUGHT_KEYS}
+        said, way = str.__str__(message.get("content", "")), "thoughts as `reasoning_content`"
+        if of.part == "thought":
+            message["content"] = f"{BEGIN_OF_THOUGHT}\n{of.text.strip()}\n{END_OF_THOUGHT}\n\n{said}"
+            way = f"thoughts in `content`, from {BEGIN_OF_THOUGHT} to {END_OF_THOUGHT}"
+        else:
+            end = thought_end(said)
+            message |= {"content": said[end:], "reasoning_content": MARK_OF_THOUGHT.sub("", said[:end]).strip()}
+        fields = Fields([*self.messages[: of.message], message])
+        laid = self._lay(fields, fields.messages, False)
+        places = [place for place, item in enumerate(fields.fields) if item.message == of.message]
+        return f"{way} (this template keeps those), " if laid and not any(map(laid.missing, places)) else ""
 
     def _lost_words(self, place: int, of: Field) -> str:
         if "tool_calls" in self.messages[of.message] and self._is_kept_at_the_end(place):

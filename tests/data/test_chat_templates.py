@@ -1,11 +1,11 @@
-"""What is trained of a conversation, over all chat templates that trl carries.
+"""What is trained of a conversation, over all chat templates that trl and axolotl carry.
 
 One rule holds for every template and conversation: each content, thought and argument of a trained turn lies inside a
 trained span or is named as left out, no word of another turn does, and no header. Or the conversation is refused, with
 a reason. Every text of the conversations has a word of its own, so the check needs nothing of the code it checks.
 
 None of the templates is in this repository: without trl the tests are skipped (`pip install --no-deps trl==1.16`; trl
-need not be importable, only its folder is looked for).
+need not be importable, only its folder is looked for). axolotl's are tried too where its folder is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import pytest
 from roundpipe_cli.data.chat import TEMPLATE_DATE, ChatTemplate, Rendered
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
-from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.rows import BadRowError, TrainRules
+from roundpipe_cli.data.spans import without_thoughts
 from roundpipe_cli.library_names import library_name
 from tests.data.test_data_dataset import byte_tokenizer
 
@@ -91,15 +92,14 @@ SPECIAL = re.compile(
 )
 
 
-def templates_folder() -> Path | None:
-    spec = importlib.util.find_spec("trl")
+def templates_of(package: str, folder: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec is not None else None
-    folder = Path(next(iter(places))) / "chat_templates" if places else None
-    return folder if folder is not None and folder.is_dir() else None
+    return sorted((Path(next(iter(places))) / folder).glob("*.jinja")) if places else []
 
 
-FOLDER = templates_folder()
-PATHS = sorted(FOLDER.glob("*.jinja")) if FOLDER is not None else []
+TRL_PATHS = templates_of("trl", "chat_templates")
+PATHS = TRL_PATHS + templates_of("axolotl", "utils/chat_templates/templates")
 MARK = re.compile(r"\{%-?\s*generation")
 needs_trl = pytest.mark.skipif(not PATHS, reason="trl, whose chat templates are tried, is not installed")
 
@@ -120,15 +120,28 @@ def template_of(text: str, *, with_specials: bool) -> ChatTemplate:
 
 
 @functools.cache
-def written(text: str, name: str, *, with_specials: bool) -> Rendered | BadRowError:
-    """What a template makes of one of `CONVERSATIONS`."""
-    messages = CONVERSATIONS[name]
+def written(
+    text: str, name: str, *, with_specials: bool, rules: TrainRules = TrainRules(), answers_only: bool = False
+) -> Rendered | BadRowError:
+    """What a template makes of one of `CONVERSATIONS`, or of it without thoughts."""
+    messages = without_thoughts_by_hand(CONVERSATIONS[name]) if answers_only else CONVERSATIONS[name]
     tools = (TOOL,) if any(message["role"] == "tool" or "tool_calls" in message for message in messages) else ()
     try:
         template = template_of(text, with_specials=with_specials)
-        return template.render_trained(Conversation(tuple(messages), tools))
+        conversation: Any = Conversation(tuple(messages), tools)
+        if rules.thoughts == "drop":
+            conversation = without_thoughts(conversation, is_open=False)
+        return template.render_trained(conversation, rules)
     except BadRowError as error:
         return error
+
+
+def without_thoughts_by_hand(messages: Messages) -> Messages:
+    kept = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+    of_assistant = [message for message in kept if message["role"] == "assistant"]
+    for message in of_assistant:
+        message["content"] = message["content"].rpartition("</think>\n\n")[2]
+    return kept
 
 
 def words_of(messages: Messages, *, of_assistant: bool) -> list[str]:
@@ -167,23 +180,100 @@ def test_every_conversation_is_trained_right_or_refused(path: Path, with_special
         assert any(start < end for start, end in rendered.trained), name
 
 
+def by_transformers(text: str, name: str, **more: Any) -> Any:
+    """What transformers makes of a conversation with the same date; None where it refuses it."""
+    compiled = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")(text)
+    compiled.environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    messages = CONVERSATIONS[name]
+    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
+    try:
+        tokenizer = tokenizer_for(text, with_specials=True)
+        return tokenizer.apply_chat_template(messages, tools=tools, chat_template=text, **more)
+    except Exception:  # it takes the calls in another form only
+        return None
+
+
+ENDS: list[Any] = ["turn", "last", "all", "none"]
+
+
+@needs_trl
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_every_rule_trains_the_default_without_the_part_it_names(path: Path, name: str) -> None:
+    """Thoughts that were searched for as text took words and calls with them; of two end tokens one stayed trained."""
+    text = path.read_text(encoding="utf-8")
+
+    def trained(
+        ends: Any = "turn", thoughts: Any = "train", *, answers_only: bool = False
+    ) -> tuple[str, set[int]] | None:
+        rules = TrainRules(train_on_eos=ends, thoughts=thoughts)
+        made = written(text, name, with_specials=True, rules=rules, answers_only=answers_only)
+        if isinstance(made, BadRowError):
+            return None
+        return made.text, {place for start, end in made.trained for place in range(start, end)}
+
+    def said(places: set[int], within: str) -> str:
+        return "".join(letter if place in places else "\0" for place, letter in enumerate(within))
+
+    default, masked, answers = trained(), trained(thoughts="mask"), trained(answers_only=True)
+    assert [trained(ends, "drop") for ends in ENDS] == [trained(ends, answers_only=True) for ends in ENDS], answers
+    if default is None:
+        assert masked is None and trained("none") is None
+        return
+    whole, places = default
+    expected = by_transformers(text, name, tokenize=False)
+    assert (
+        expected is None
+        or whole == expected
+        or "which the chat template" in str(written(text, name, with_specials=True))
+    )
+    assert masked is not None and masked[0] == whole and masked[1] <= places
+    thought = places - masked[1]
+    assert not [word for word in WORDS.findall(said(masked[1], whole)) if word.startswith("Thought")]
+    assert all(word.startswith("Thought") for word in WORDS.findall(said(thought, whole)))
+    by_ends = {ends: trained(ends) for ends in ENDS}
+    for ends, one in by_ends.items():
+        assert one is not None and one[0] == whole
+        assert trained(ends, "mask") == (whole, one[1] - thought), ends
+        changed = said(places ^ one[1], whole)
+        assert not SPECIAL.sub("", changed).replace("\0", "").strip(), (ends, changed)
+        assert one[1] >= places if ends == "all" else one[1] <= places
+    for message in CONVERSATIONS[name]:
+        behind = whole.rfind(message["content"]) + len(message["content"])
+        if message["role"] == "assistant" and message["content"] and behind in places:
+            tail = re.match(r"[^\0]*", said(places, whole)[behind:])
+            if tail is not None and not SPECIAL.sub("", tail[0]).strip():
+                assert not said(by_ends["none"][1], whole)[behind:][: len(tail[0])].replace("\0", "").strip()
+
+
+# Conversations of which trl 1.16's 72 templates are trained, with the tokenizer that knows their special tokens.
+NUM_TRAINED = {
+    "plain": 66, "system prompt": 64, "two exchanges": 66, "thoughts beside": 30, "thoughts in content": 63,
+    "one call": 46, "two calls": 42, "call with content": 42, "call in the last turn": 46, "call with a thought": 33,
+    "empty content": 66, "unicode and special tokens": 66,
+}  # fmt: skip
+
+
+@needs_trl
+def test_as_many_conversations_are_trained_as_were() -> None:
+    """A template that refuses is right by the rules above, so what is refused is counted."""
+    if len(TRL_PATHS) != 72:
+        pytest.skip("counted with trl 1.16")
+    texts = [path.read_text(encoding="utf-8") for path in TRL_PATHS]
+    made = {name: [written(text, name, with_specials=True) for text in texts] for name in CONVERSATIONS}
+    assert {name: sum(isinstance(one, Rendered) for one in of_name) for name, of_name in made.items()} == NUM_TRAINED
+
+
 @needs_trl
 @pytest.mark.parametrize("path", [path for path in PATHS if MARK.search(path.read_text())], ids=lambda path: path.stem)
 def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tokenizer = tokenizer_for(text, with_specials=True)
-    compiled = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")(text)
-    compiled.environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
-    for name, messages in CONVERSATIONS.items():
+    for name in CONVERSATIONS:
         rendered = written(text, name, with_specials=True)
-        if isinstance(rendered, BadRowError):
-            continue
-        tools = [TOOL] if any("tool_calls" in message for message in messages) else None
-        try:
-            expected = tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=text, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except Exception:  # it takes the calls in another form only
+        expected = by_transformers(text, name, return_dict=True, return_assistant_tokens_mask=True)
+        if isinstance(rendered, BadRowError) or expected is None:
             continue
         encoded = encode_batch(tokenizer, [rendered], plain=False)[0]
         assert not isinstance(encoded, BadRowError)

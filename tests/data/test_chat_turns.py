@@ -12,7 +12,7 @@ import pytest
 
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
-from roundpipe_cli.data.messages import Conversation
+from roundpipe_cli.data.messages import CALL_FORM_NOTES, Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
@@ -180,7 +180,9 @@ def test_gpt_oss_keeps_channels_and_ends_of_earlier_turns() -> None:
 def test_gpt_oss_takes_calls_with_thoughts() -> None:
     """It raises where a turn of calls has thoughts beside a content, be it empty."""
     text = shown(GPT_OSS, [ASKED, said("", {"a": 1}, thought="Hm.")])
-    assert text.endswith('[[<|h|>analysis<|m|>Hm.<|e|><|s|>assistant to=addup<|m|>{"a": 1}<|c|>]]')
+    assert text.removesuffix(f" ({CALL_FORM_NOTES['silent']})").endswith(
+        '[[<|h|>analysis<|m|>Hm.<|e|><|s|>assistant to=addup<|m|>{"a": 1}<|c|>]]'
+    )
     text = shown(GPT_OSS, [ASKED, said("", {"a": 1}, thought="Hm."), output("3"), DONE])
     assert "Hm." not in text and "(reasoning_content of earlier turns (not kept by the chat template))" in text
     assert '[[ to=addup<|m|>{"a": 1}<|c|>]]<|s|>addup<|m|>"3"<|e|><|s|>assistant[[' in text
