@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import CALL_FORMS, CALL_FORM_NOTES, Conversation, Message, in_form, texts_in
@@ -46,8 +46,10 @@ PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "f", 
 LOOKS_SPECIAL = r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>"
 """Marks that are written as special tokens are, where a tokenizer does not know them."""
 
-PROBE_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": PLACEHOLDER}}}
-"""A call with which a template is tried."""
+FORMS_BY_ARGUMENTS = tuple(
+    tuple(form for form in CALL_FORMS if ("text" in form) == is_text) for is_text in (False, True)
+)
+"""Forms of calls that have their arguments as objects, and as text."""
 TRACED_NAME = re.compile(r"(?:roundpipe_cli\.data\.traced\.)?\b(?:Safe)?Traced(Int|Float|List|Dict)?\b")
 REFUSED = "the chat template refuses this conversation"
 
@@ -92,6 +94,7 @@ class ChatTemplate:
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
         self._owners: list[int] = []
         self._plain: set[int] = set()
+        self._forms: dict[Sequence[str], list[Sequence[tuple[str, ...]]]] = {}
         self._compiled, self._has_marks = self._compile()
         self.ends = self._probe_ends(next_special)
 
@@ -137,7 +140,7 @@ class ChatTemplate:
         if not any("tool_calls" in message for message in conversation.messages):
             return make(self._write(conversation.messages, conversation.tools))
         refused: list[BadRowError] = []
-        for form in self._call_forms:
+        for form in self._call_forms(conversation.messages):
             try:
                 made = make(self._write(in_form(conversation.messages, form), conversation.tools))
             except BadRowError as error:
@@ -147,24 +150,29 @@ class ChatTemplate:
         # What a form lacks that the template takes says more than why it takes no other.
         raise next((error for error in refused if error.fault.what != REFUSED), refused[0])
 
-    @cached_property
-    def _call_forms(self) -> list[tuple[str, ...]]:
-        """Forms in which calls are given to the template: of arguments as objects and as text one, for all rows, so that
-        no two are trained."""
-        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
-        rest: list[Message] = [{"role": "tool", "content": PLACEHOLDER}, {"role": "assistant", "content": PLACEHOLDER}]
+    def _call_forms(self, messages: Sequence[Message]) -> Sequence[tuple[str, ...]]:
+        """Forms to give calls in: with their arguments as objects, or all as text, whatever values a row has, so that
+        no two ways of writing calls are trained."""
+        first = next(call for message in messages for call in message.get("tool_calls", ()))
+        for keys in (("a",), tuple(first["function"]["arguments"])):
+            if keys not in self._forms:
+                self._forms[keys] = [forms for forms in FORMS_BY_ARGUMENTS if self._takes(keys, forms)]
+            if FORMS_BY_ARGUMENTS[0] in self._forms[keys]:
+                break
+        return self._forms[keys][0] if self._forms[keys] else CALL_FORMS
+
+    def _takes(self, keys: Sequence[str], forms: Sequence[tuple[str, ...]]) -> bool:
+        """Whether the template takes a call with texts under these keys, in one of these forms."""
+        function = {"name": "f", "arguments": dict.fromkeys(keys, PLACEHOLDER)}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
         asked: list[Message] = [{"role": "user", "content": PLACEHOLDER}, call]
-
-        def takes(form: tuple[str, ...]) -> bool:
-            for messages in (asked, [*asked, *rest]):
-                for tools in ((), (PROBE_TOOL,)):
-                    with suppress(BadRowError):
-                        self._write(in_form(messages, form), tools).check_kept([1])
-                        return True
-            return False
-
-        objects, texts = ([form for form in CALL_FORMS if ("text" in form) == is_text] for is_text in (False, True))
-        return objects if any(map(takes, objects)) else texts if any(map(takes, texts)) else [*CALL_FORMS]
+        rest: list[Message] = [{"role": role, "content": PLACEHOLDER} for role in ("tool", "assistant")]
+        for form in forms:
+            for messages, tools in product((asked, asked + rest), ((), (PROBE_TOOL,))):
+                with suppress(BadRowError):
+                    self._write(in_form(messages, form), tools).check_kept([1])
+                    return True
+        return False
 
     def _write(self, messages: Sequence[Message], tools: Tools) -> WrittenTurns:
         fields = Fields(messages)

@@ -171,9 +171,9 @@ CALL_FORM_NOTES = {
     "text": "arguments of tool calls as objects (given as JSON text, which the chat template asks for)",
     "silent": "empty content of tool calls (which the chat template does not take)",
     "short ids": "ids of tool calls (written anew, with the nine letters and digits that the chat template asks for)",
-    "plan": "what is said before tool calls as content (given as `tool_plan`, which the chat template asks for)",
+    "plan": "content before tool calls (given as `tool_plan`, which the chat template asks for)",
 }
-"""Changes to calls for templates that do not take them as they are, each with what is said of it: arguments as JSON text,
+"""Changes to calls for templates that do not take them as they are, with what is said of each: arguments as JSON text,
 which some templates join to their own; no content where a turn of calls says nothing else; ids of nine letters and
 digits, as Mistral's want; what is said or thought before calls as `tool_plan`, where Cohere's look for it."""
 CALL_FORMS: tuple[tuple[str, ...], ...] = (

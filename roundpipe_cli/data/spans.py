@@ -67,7 +67,7 @@ def only_thought_end(content: str, *, is_open: bool = False) -> int:
     raise BadRowError(
         "cannot tell an answer's thoughts from its words",
         found=f"{mark[0]} at character {mark.start() + 1} of {len(content)}",
-        expected=f"a thought at the content's start, from {BEGIN_OF_THOUGHT} to {END_OF_THOUGHT}, and no such mark behind, "
+        expected=f"a thought at the content's start, from {BEGIN_OF_THOUGHT} to {END_OF_THOUGHT}, and none behind, "
         "where `thoughts` says to mask or to drop them",
         hint="write thoughts as `reasoning_content`, or `thoughts: train`",
     )

@@ -75,6 +75,10 @@ CONVERSATIONS: dict[str, Messages] = {
         user("Userone?"), said("Answerone.", {"a": 4711, "b": "Bone"}), output("Outputone"), said("Answertwo."),
     ],
     "call in the last turn": [user("Userone?"), said("", {"a": 4711, "b": "Bone", "c": True})],
+    "call with a list": [
+        user("Userone?"), said("", {"a": 4711, "b": ["Bone", 4712, {"c": "Btwo"}]}), output("Outputone"),
+        said("Answertwo."),
+    ],
     "call with a thought": [
         user("Userone?"), said("", {"a": 4711, "b": "Bone"}, thought="Thoughtone."), output("Outputone"),
         said("Answertwo."),
@@ -250,7 +254,8 @@ def test_every_rule_trains_the_default_without_the_part_it_names(path: Path, nam
 # Conversations of which trl 1.16's 72 templates are trained, with the tokenizer that knows their special tokens.
 NUM_TRAINED = {
     "plain": 66, "system prompt": 64, "two exchanges": 66, "thoughts beside": 30, "thoughts in content": 63,
-    "one call": 46, "two calls": 42, "call with content": 42, "call in the last turn": 46, "call with a thought": 33,
+    "one call": 46, "two calls": 42, "call with content": 42, "call in the last turn": 46, "call with a list": 46,
+    "call with a thought": 33,
     "empty content": 66, "unicode and special tokens": 66,
 }  # fmt: skip
 
