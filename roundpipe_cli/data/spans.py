@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.data.messages import END_OF_THOUGHT, Content, Conversation
+from roundpipe_cli.data.messages import Conversation, END_OF_THOUGHT
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import TrainRules
 
@@ -73,15 +73,13 @@ def only_thought_end(content: str, *, is_open: bool = False) -> int:
     )
 
 
-def without_thoughts(content: Content, *, is_open: bool) -> Content:
+def without_thoughts(content: Conversation, *, is_open: bool) -> Conversation:
     """The row without the assistant's thoughts: those beside the answers, and those at their start in <think> marks. A
     row without an answer is a BadRowError.
 
     Args:
         is_open: what the model is given begins the block.
     """
-    if isinstance(content, str):
-        return content
     messages = tuple(
         {key: value[only_thought_end(value, is_open=is_open) :] if key == "content" else value
          for key, value in message.items() if key != "reasoning_content"}

@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from roundpipe_cli.data.messages import THOUGHT_KEYS, Message
+from roundpipe_cli.data.messages import END_OF_THOUGHT, THOUGHT_KEYS, Message
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.spans import (
     BEGIN_OF_THOUGHT,
-    END_OF_THOUGHT,
     MARK_OF_THOUGHT,
     TokenSpan,
     TurnSpans,
