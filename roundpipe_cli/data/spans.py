@@ -98,7 +98,7 @@ def without_thoughts(content: Conversation, *, is_open: bool) -> Conversation:
 
 
 def without(spans: Sequence[TokenSpan], ranges: Sequence[TokenSpan]) -> tuple[TokenSpan, ...]:
-    """What is left of the spans beside the ranges, both in order."""
+    """The spans but for the ranges, both in order."""
     for first, last in ranges:
         pieces = [((start, min(end, first)), (max(start, last), end)) for start, end in spans]
         spans = [span for both in pieces for span in both if span[0] < span[1]]

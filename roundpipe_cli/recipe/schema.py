@@ -258,9 +258,9 @@ class DatasetConfig:
     """Ends of turns that are trained: those of trained turns, the last of these, every turn's, or none. For rows that
     are plain texts with an answer, all but `none` train the EOS behind it."""
     thoughts: Literal["train", "mask", "drop"] = "train"
-    """Treatment of the assistant's thoughts, in `reasoning_content` or in a <think> block that begins a content: trained,
-    kept as context that is not trained, or left out of the text. `mask` and `drop` refuse answers with such marks
-    elsewhere."""
+    """Treatment of the assistant's thoughts, in `reasoning_content` or in a <think> block that begins a content:
+    trained, kept as context that is not trained, or left out of the text. `mask` and `drop` refuse answers with such
+    marks elsewhere."""
     as_chat: bool = True
     """Plain prompts and completions become turns where the tokenizer has a chat template. `false` joins them as they
     stand (TRL), or in the Alpaca prompt (axolotl)."""
