@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.data.messages import CALL_FORMS, CALL_FORM_NOTES, Conversation, Message, in_form, texts_in
+from roundpipe_cli.data.messages import CALL_FORM_NOTES, CALL_FORMS, Conversation, Message, in_form, texts_in
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import TokenSpan, turns_to_train, with_ends

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.data.messages import Conversation, END_OF_THOUGHT
+from roundpipe_cli.data.messages import END_OF_THOUGHT, Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import TrainRules
 

@@ -14,8 +14,9 @@ import pytest
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.messages import CALL_FORM_NOTES, Conversation, read_turns
-from roundpipe_cli.data.row_chunks import find_template
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.errors import RefusedError
 from tests.data.test_chat_templates import TOOL, output, said, user
 from tests.data.test_chat_turns import ASKED, DONE, DROPS, GEMMA4, GPT_OSS, LOOP, PROMPT, QWEN3, refused, shown

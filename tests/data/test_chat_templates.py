@@ -21,7 +21,8 @@ import pytest
 from roundpipe_cli.data.chat import TEMPLATE_DATE, ChatTemplate, Rendered
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
-from roundpipe_cli.data.rows import BadRowError, TrainRules
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import without_thoughts
 from roundpipe_cli.library_names import library_name
 from tests.data.test_data_dataset import byte_tokenizer
