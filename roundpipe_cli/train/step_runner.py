@@ -198,13 +198,13 @@ class StepRunner:
             gc.collect()
             self.auto_cache.give_up(self._engine)
             if spare is not None or smaller is None:  # an optional use of memory must not end a run
-                self._say(f"step {shown_step(step)}: {cause}; computing it again without {spare}")
+                self._say(f"step {shown_step(step)}: {cause}; the step is computed again without {spare}")
                 continue
             self.fit = smaller
             self._engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
-            text = "and all that follows, with less; to have it so from the start, write"
-            self._say(f"step {shown_step(step)}: {cause}; computing it again, {text} {lines}")
+            text = "this and all later steps use less memory; to begin a run this way, write"
+            self._say(f"step {shown_step(step)}: {cause}; the step is computed again: {text} {lines}")
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""

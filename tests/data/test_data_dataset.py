@@ -408,10 +408,10 @@ def table(*rows: str) -> bytes:
 JSON_ROW, CSV_ROW = b'{"text": "one"}\n', b"text\none\n"
 EMPTY = [
     *((".jsonl", JSON_ROW, empty) for empty in (b"", b"\n \n", b"\xef\xbb\xbf")),
-    *((".jsonl.gz", gzip.compress(JSON_ROW), empty) for empty in (b"", gzip.compress(b""))),
+    *((".jsonl.gz", gzip.compress(JSON_ROW, mtime=0), empty) for empty in (b"", gzip.compress(b"", mtime=0))),
     *((".json", b'[{"text": "one"}]', empty) for empty in (b"[]", b" [ ] ", b"")),
     *((".csv", CSV_ROW, empty) for empty in (b"text\n", b"text", b"")),
-    (".csv.gz", gzip.compress(CSV_ROW), gzip.compress(b"text\n")),
+    (".csv.gz", gzip.compress(CSV_ROW, mtime=0), gzip.compress(b"text\n", mtime=0)),
     (".tsv", b"id\ttext\n1\tone\n", b"id\ttext\n"),
     *((".txt", b"one\n", empty) for empty in (b"", b"\n\n")),
     *((".parquet", table("one"), empty) for empty in (table(), b"")),

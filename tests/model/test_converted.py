@@ -17,11 +17,11 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import (
     FOLDER,
-    _tokenizer_values,
     convert_once,
     end_as_the_model_does,
     load_config,
     load_tokenizer,
+    tokenizer_values,
 )
 from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_source
 
@@ -41,7 +41,7 @@ class Converter:
         return make_tokenizer()
 
     def once(self, source: ModelSource, kind: str = "tokenizer") -> Any:
-        return convert_once(source, kind, self.load, _tokenizer_values)
+        return convert_once(source, kind, self.load, tokenizer_values)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_it_is_converted_once_and_gives_the_same(source: ModelSource) -> None:
     converter = Converter()
     first, second = converter.once(source), converter.once(source)
     assert converter.num_converted == 1
-    assert _tokenizer_values(first) == _tokenizer_values(second)
+    assert tokenizer_values(first) == tokenizer_values(second)
     assert first(TEXTS)["input_ids"] == second(TEXTS)["input_ids"]
     assert len(kept()) == 1 and cache_folder(FOLDER).stat().st_mode & 0o077 == 0
 
@@ -115,7 +115,7 @@ def test_what_is_damaged_or_foreign_is_converted_anew(source: ModelSource, damag
     converter = Converter()
     first = converter.once(source)
     DAMAGES[damage](kept()[0])
-    assert _tokenizer_values(converter.once(source)) == _tokenizer_values(first)
+    assert tokenizer_values(converter.once(source)) == tokenizer_values(first)
     assert converter.num_converted == 2
     converter.once(source)
     assert converter.num_converted == 2, "the successor was not kept"
@@ -174,7 +174,7 @@ def test_a_real_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *_: pytest.fail("the GGUF file was opened again"))
     again, kept_tokenizer = load_config(source), load_tokenizer(source)
     assert again.to_dict() == config.to_dict()
-    assert _tokenizer_values(kept_tokenizer) == _tokenizer_values(tokenizer)
+    assert tokenizer_values(kept_tokenizer) == tokenizer_values(tokenizer)
     texts = TEXTS + (REPOSITORY / "recipes" / "quickstart.jsonl").read_text(encoding="utf-8").splitlines()
     assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
