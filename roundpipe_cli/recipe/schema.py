@@ -475,8 +475,9 @@ class Recipe:
     float16_accumulation: bool = False
     """Matrix products of `dtype: float16` on GPUs also add up in float16: 1.3 to 1.5 times as fast on GeForce cards, by
     data sheets, and no faster on data-centre cards. Each product then has a relative error of about 1e-3 and more with
-    longer sums, and sums above 65,504 overflow. Compare the loss of a short run without it first. An H100 is no faster
-    by it; no GeForce card was measured. Processors add up in float32 all the same."""
+    longer sums, and sums above 65,504 overflow; so do a trained head's gradients over its chunks of tokens. Compare the
+    loss of a short run without it first. An H100 is no faster by it; no GeForce card was measured. Processors add up in
+    float32 all the same."""
     deterministic: bool = False
     """GPUs compute a step to the same bits each time and with any number of equal cards: attention's backward in order
     (up to 1.6 times its time, by arXiv 2601.21824; not measured here), cuBLAS with a workspace of its own, no atomics.
