@@ -58,9 +58,10 @@ def arithmetic(num_elements: int, num_threads: int) -> Iterator[tuple[str, float
     import torch
 
     from roundpipe_cli.choices import OptimizerName
-    from roundpipe_cli.engine.dispatch.decisions import Progress
+    from roundpipe_cli.engine.dispatch.progress import Progress
     from roundpipe_cli.engine.gradients import GradientFold, square_sum
-    from roundpipe_cli.engine.weights import WeightStore, settle_heap
+    from roundpipe_cli.engine.host_memory import settle_heap
+    from roundpipe_cli.engine.weights import WeightStore
     from roundpipe_cli.model.layout import make_layout
     from roundpipe_cli.train.optim.optimizer import HostOptimizer, make_rule
 
@@ -114,7 +115,8 @@ def python_of_updates() -> Iterator[tuple[str, float, str]]:
 
     from roundpipe_cli.choices import OPTIMIZERS
     from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
-    from roundpipe_cli.engine.backends.cuda import SWITCH_INTERVAL_S, IssueTurns
+    from roundpipe_cli.engine.backends.cuda_process import SWITCH_INTERVAL_S
+    from roundpipe_cli.engine.backends.turns import IssueTurns
     from roundpipe_cli.engine.weights import WeightStore
     from roundpipe_cli.model.layout import make_layout
     from roundpipe_cli.train.optim import optimizer

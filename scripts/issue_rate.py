@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.backends.cuda import SWITCH_INTERVAL_S, IssueTurns
+from roundpipe_cli.engine.backends.cuda_process import SWITCH_INTERVAL_S
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora

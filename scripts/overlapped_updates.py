@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roundpipe_cli import faults
 from roundpipe_cli.cache import CACHE_VARIABLE
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.probe import rough_costs
+from roundpipe_cli.engine.rough_costs import rough_costs
 from roundpipe_cli.events import Event, StepTimeline
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.timeline import COMPUTE

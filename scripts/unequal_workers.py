@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.probe import AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule

@@ -13,7 +13,7 @@ import pytest
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import load_costs
-from roundpipe_cli.engine.backends.cuda import IssueTurns
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.dealing import dealt_cut

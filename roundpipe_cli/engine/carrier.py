@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
-from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
-from roundpipe_cli.model.block_calls import BlockCall, Prologue
-from roundpipe_cli.model.head import HeadScores
-from roundpipe_cli.model.pair_loss import Preference
+from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
-
-# Boundary tensors between stages, in host memory, and the state of each microbatch.
 
 KEYS_VALUES = ("keys", "values")
 """Payloads of a block's attention, which later chunks of the sequence read; `layer` is the block. Not in programs: the
@@ -77,60 +72,6 @@ class BoundaryStore:
 
     def __len__(self) -> int:
         return len(self._stored)
-
-
-@dataclass(frozen=True)
-class SequenceChunk:
-    """The place of a chunk in its sequence."""
-
-    index: int
-    count: int
-    """Number of chunks of the sequence."""
-    start: int
-    """Index of the first token."""
-    end: int
-    """Index behind the last token."""
-    sequence_tokens: int
-    """S"""
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
-
-
-@dataclass
-class MicrobatchState:
-    """State of one microbatch during a step."""
-
-    index: int
-    input_ids: torch.Tensor
-    """[B, T], on the host."""
-    target_indices: torch.Tensor
-    """[N], positions of target tokens in B * T."""
-    target_ids: torch.Tensor
-    """[N]"""
-    position_ids: torch.Tensor | None = None
-    """[B, T], on the host; None for rows that are not packed."""
-    prologue: Prologue | None = None
-    calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
-    """Block arguments on each worker's device, made once."""
-    loss_sum: float | torch.Tensor | None = None
-    preference: Preference | None = None
-    reward_sums: torch.Tensor | None = None
-    """Sums of which `Rewards` are the means; set for preference pairs."""
-    scores: HeadScores | None = None
-    """Set in a pass without backward."""
-    lengths: torch.Tensor | None = None
-    """[B], tokens of each sequence without padding; None: all."""
-    chunk: SequenceChunk | None = None
-    """Place in its sequence; None: the microbatch is no chunk."""
-    place: int = 0
-    """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""
-
-    @property
-    def num_units(self) -> int:
-        """Number of target tokens, or of pairs: the loss is a mean over them."""
-        return len(self.target_ids) if self.preference is None else len(self.input_ids) // 2
 
 
 def key_of(op: Op) -> BoundaryKey:

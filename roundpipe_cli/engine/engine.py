@@ -16,19 +16,19 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from types import TracebackType
 
 import torch
 from torch import nn
 
 from roundpipe_cli.engine.backends.base import Backend, is_device_error, is_out_of_memory
-from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState, SequenceChunk
-from roundpipe_cli.engine.dispatch.decisions import Progress
+from roundpipe_cli.engine.carrier import BoundaryStore, Carrier
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
+from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.gradients import GradientFold, StepGradients
 from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.live import StepInWork, WorkerStep, op_interval
+from roundpipe_cli.engine.microbatch import MicrobatchState, microbatch_states
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import PreparedProgram, StepContext, trained_layers
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
@@ -43,7 +43,7 @@ from roundpipe_cli.kernels.capability import (
     why_no_triton,
 )
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
-from roundpipe_cli.model.head import HeadLoss, HeadScores, target_rows
+from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.pair_loss import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
@@ -94,39 +94,6 @@ def launch_bound_s(step: WorkerStep) -> float:
 
 ANSWER_S = 20.0
 """Seconds within which a device that works answers, whatever was issued to it before."""
-
-
-# The states of a step's microbatches.
-
-
-def microbatch_states(
-    microbatches: Sequence[Microbatch], num_chunks: int, part: Part | None = None
-) -> list[MicrobatchState]:
-    """A step's microbatches, each sequence [B, T] cut into `num_chunks` of about equal length. Each has its own target
-    tokens: the target of a chunk's last token is the next chunk's first. `part`: see `Engine.run_step`."""
-    states: list[MicrobatchState] = []
-    place = 0 if part is None else part.first * num_chunks
-    for microbatch in microbatches:
-        ids, (indices, targets) = microbatch.input_ids, target_rows(microbatch.labels)
-        rows, columns = indices // ids.shape[1], indices % ids.shape[1]
-        missing = num_chunks - ids.shape[1]
-        if missing > 0:  # at least one token a chunk; added tokens are not trained
-            ids = torch.cat([ids, ids[:, -1:].expand(-1, missing)], dim=1)
-        bounds = [ids.shape[1] * index // num_chunks for index in range(num_chunks + 1)]
-        for number, (start, end) in enumerate(pairwise(bounds)):
-            inside = (columns >= start) & (columns < end)
-            own = rows[inside] * (end - start) + columns[inside] - start
-            index = len(states)
-            state = MicrobatchState(index, ids[:, start:end], own, targets[inside], place=place + index)
-            if num_chunks > 1:
-                state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
-                uncut = microbatch.position_ids is None and microbatch.preference is None
-                assert uncut, "packed rows and pairs are not cut"
-            else:
-                state.position_ids, state.preference = microbatch.position_ids, microbatch.preference
-                state.lengths = microbatch.lengths
-            states.append(state)
-    return states
 
 
 class Engine:

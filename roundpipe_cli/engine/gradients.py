@@ -15,9 +15,10 @@ from functools import partial
 
 import torch
 
-from roundpipe_cli.engine.dispatch.decisions import Progress
+from roundpipe_cli.engine.dispatch.progress import Progress
+from roundpipe_cli.engine.host_memory import own_scratch
 from roundpipe_cli.engine.options import GradientOptions
-from roundpipe_cli.engine.weights import WeightStore, own_scratch
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.block_calls import EmbedGradient
 from roundpipe_cli.model.layout import LayerLayout
 

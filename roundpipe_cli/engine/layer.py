@@ -15,8 +15,8 @@ from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
-from roundpipe_cli.engine.carrier import MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leaving_parts, square_sum
+from roundpipe_cli.engine.microbatch import MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.prepared import StepContext, TrainedLayers, weights_found_again
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.kernels.fused import adds_products, product_sum

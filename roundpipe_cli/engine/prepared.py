@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.carrier import BoundaryStore, MicrobatchState, downloads_of
-from roundpipe_cli.engine.dispatch.decisions import Progress, links_of
+from roundpipe_cli.engine.carrier import BoundaryStore, downloads_of
+from roundpipe_cli.engine.dispatch.decisions import links_of
+from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.gradients import StepGradients
+from roundpipe_cli.engine.microbatch import MicrobatchState
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine, weight_readers
 from roundpipe_cli.engine.weights import WeightStore

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.carrier import KEYS_VALUES, BoundaryKey, Carrier, MicrobatchState
+from roundpipe_cli.engine.carrier import KEYS_VALUES, BoundaryKey, Carrier
 from roundpipe_cli.engine.layer import LayerGraph, LayerRunner
 from roundpipe_cli.engine.live import ComputeInterval
+from roundpipe_cli.engine.microbatch import MicrobatchState
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault

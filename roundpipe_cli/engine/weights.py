@@ -8,181 +8,24 @@ the weights are the masters.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
-import os
-import platform
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from roundpipe_cli.costs.machine import HostLayout, host_layout
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
-from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
+from roundpipe_cli.engine.host_memory import mapped_buffers, page_aligned
+from roundpipe_cli.model.layout import LayerLayout, ParameterPlace
 from roundpipe_cli.model.stored.nf4 import PackedWeight
 from roundpipe_cli.model.stored.packed_weights import dequantize
-
-# The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them; one heap.
-#
-# Buffers are private to this process. A forked child does not get them: its parent, which writes them on, would be
-# given copies of their pages, and lose those that are page-locked.
-#
-# A buffer on one node would be read over the link between two processors by half of the GPUs and of the updates. Large
-# pages make updates faster, which go through all weights, masters and moments (measured: scripts/MEASUREMENTS.md).
-
-LEAST_BYTES = 2 * 1024**2
-"""Smaller buffers are not placed."""
-MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call by machine."""
-INTERLEAVE = 3
-"""MPOL_INTERLEAVE: pages on all nodes in turn."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Settings in glibc's malloc.h."""
-OUTSIDE_HEAP_BYTES = 4 * 1024**2
-"""Tensors from here on, such as logits, have pages of their own."""
-KEPT_HEAP_BYTES = 64 * 1024**2
-"""The heap's unused end is kept up to this size during a step. By default glibc gives back 128 KiB, and a temporary
-that lies there gets pages that the system must clear, each time."""
-TIME_SHARE = 0.01
-"""Largest share of a run's time for giving memory back."""
-
-
-@functools.cache
-def layout() -> HostLayout:
-    """NUMA nodes and pages of this machine."""
-    return host_layout()
-
-
-def page_aligned(num_bytes: int) -> torch.Tensor:
-    """A zeroed buffer at a page border, exact size, as a uint8 tensor [num_bytes]; forked children do not have it."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer.madvise(mmap.MADV_DONTFORK)
-    if num_bytes >= LEAST_BYTES:
-        _place(buffer)
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _place(buffer: mmap.mmap) -> None:
-    """Ask for pages of 2 MiB on all nodes, before the buffer is first written. A refusal changes no bit."""
-    if layout().gives_huge_pages:
-        with suppress(OSError):
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    if len(layout().nodes) > 1:
-        interleave(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer), layout().nodes)
-
-
-_OWN = threading.local()
-"""Memory that each thread keeps, by its dtype's name."""
-
-
-def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the calling thread, [num_elements], which the thread's next call with this dtype gives away again.
-
-    Memory that is asked for anew each time has pages that the system must clear first, which takes longer than most
-    arithmetic on them (scripts/MEASUREMENTS.md has figures).
-    """
-    held: dict[str, torch.Tensor] = vars(_OWN)
-    name = str(dtype)
-    if name not in held or held[name].numel() < num_elements:
-        held.pop(name, None)
-        held[name] = page_aligned(num_elements * dtype.itemsize).view(dtype)
-    return held[name][:num_elements]
-
-
-def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
-    """Spread the pages of a buffer over `nodes`; False if the system refuses, as containers may."""
-    number = MBIND.get(platform.machine())
-    if number is None:
-        return False
-    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
-    for node in nodes:
-        words[node // 64] |= 1 << node % 64
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(INTERLEAVE), words)
-    most = ctypes.c_ulong(64 * len(words) + 1)
-    return bool(call(ctypes.c_long(number), *arguments, most, ctypes.c_uint(0)) == 0)
-
-
-def settle_heap() -> None:
-    """Let all threads that start from here on allocate from one heap, and large tensors outside it, unless the user
-    set how.
-
-    By default glibc gives each new thread a heap of its own and keeps there what the thread frees, so a run on the
-    processor grew to a seventh more than `plan` counts, and went on growing. Tensors of up to 32 MB come to lie between
-    small ones, where they leave holes (scripts/MEASUREMENTS.md).
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    for setting, value, variable, name in (
-        (M_ARENA_MAX, 1, "MALLOC_ARENA_MAX", "arena_max"),
-        (M_MMAP_THRESHOLD, OUTSIDE_HEAP_BYTES, "MALLOC_MMAP_THRESHOLD_", "mmap_threshold"),
-        (M_TRIM_THRESHOLD, KEPT_HEAP_BYTES, "MALLOC_TRIM_THRESHOLD_", "trim_threshold"),
-    ):
-        if variable not in os.environ and name not in tunables:
-            with suppress(AttributeError, OSError):  # another C library
-                ctypes.CDLL(None).mallopt(ctypes.c_int(setting), ctypes.c_int(value))
-
-
-class UnusedHeap:
-    """Memory of the heap that nothing uses, between steps.
-
-    glibc keeps what a step freed wherever something else lies above it. Where workers compute on the processor this
-    grew from step to step; given back after each, it is as large as one step needs (scripts/MEASUREMENTS.md).
-    """
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        self._trim: Callable[[ctypes.c_size_t], int] | None = None
-        with suppress(AttributeError, OSError):  # another C library
-            self._trim = ctypes.CDLL(None).malloc_trim
-
-    def give_back(self) -> None:
-        """Return whole unused pages to the system, unless that was done a moment ago."""
-        started_s = time.monotonic()
-        if self._trim is None or started_s < self._next_s:
-            return
-        self._trim(ctypes.c_size_t(0))
-        now_s = time.monotonic()
-        self._next_s = now_s + (now_s - started_s) / TIME_SHARE
-
 
 NO_VERSION = -1
 """Version of a buffer that is empty or being written."""
 REFERENCE = -2
 """Version of the weights that `keep_reference` put aside."""
-
-
-def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Buffers at page borders, uint8, on a file in `folder` that is gone when the process ends.
-
-    The system keeps of them in memory what fits and fetches the rest when it is read.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
-    starts = [0]
-    for size in sizes:
-        starts.append(round_up(starts[-1] + size, mmap.ALLOCATIONGRANULARITY))
-    descriptor, name = tempfile.mkstemp(prefix=".tmp-weights-", dir=folder)
-    try:
-        Path(name).unlink()
-        os.posix_fallocate(descriptor, 0, max(starts[-1], 1))  # a full disk is reported now, and not by SIGBUS later
-        return [
-            torch.frombuffer(mmap.mmap(descriptor, size, offset=start), dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8)
-            for start, size in zip(starts, sizes, strict=False)
-        ]
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

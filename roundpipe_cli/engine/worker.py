@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from roundpipe_cli.costs.cost import CHUNK_BYTES
 from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.dispatch.decisions import TransferChunk
+from roundpipe_cli.engine.dispatch.work import TransferChunk
 from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
 from roundpipe_cli.engine.options import EngineOptions

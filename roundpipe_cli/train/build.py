@@ -18,7 +18,7 @@ from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_wor
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.kernels.capability import all_run_ours, why_no_triton
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from roundpipe_cli.data.batching import BatchSampler
-from roundpipe_cli.engine.weights import UnusedHeap
+from roundpipe_cli.engine.host_memory import UnusedHeap
 from roundpipe_cli.errors import StoppedError, redact_values
 from roundpipe_cli.events import DeviceLost, Event, Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner

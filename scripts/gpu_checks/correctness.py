@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.cuda_process import set_up_process
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import OutOfDeviceMemoryError
@@ -85,7 +86,7 @@ def same_bits(place: CheckPlace, kind: str) -> Figures:
             rig = case.rig()
             one = replace(case, schedule=partial(on_workers, len(devices)))
             with place.devices(), page_locked(rig):
-                cuda.set_up_process(place.pairs[-1], deterministic=True)
+                set_up_process(place.pairs[-1], deterministic=True)
                 found.append(one.on(rig, [cuda.CudaBackend(index) for index in devices]))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from roundpipe_cli.engine.backends.cuda import IssueTurns
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.kernels.capability import takes_triton, why_no_triton
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel

@@ -20,10 +20,10 @@ import torch
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
-from roundpipe_cli.engine import gradients, weights
+from roundpipe_cli.engine import gradients, host_memory
 from roundpipe_cli.engine.backends.cpu import LiveBytes
 from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, add_to, square_sum
-from roundpipe_cli.engine.weights import mapped_buffers
+from roundpipe_cli.engine.host_memory import mapped_buffers
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
@@ -67,12 +67,12 @@ def test_what_the_system_says(
 
 def test_large_buffers_ask_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
-    monkeypatch.setattr(weights, "layout", lambda: HostLayout((0, 1), "madvise"))
-    monkeypatch.setattr(weights, "interleave", lambda address, size, nodes: asked.append((size, nodes)))
-    large, small = weights.page_aligned(weights.LEAST_BYTES + 5), weights.page_aligned(4096)
-    assert asked == [(weights.LEAST_BYTES + 5, (0, 1))]
-    assert large.nbytes == weights.LEAST_BYTES + 5 and not large.any() and not small.any()
-    assert large.data_ptr() % mmap.PAGESIZE == 0 and weights.page_aligned(0).nbytes == 0
+    monkeypatch.setattr(host_memory, "layout", lambda: HostLayout((0, 1), "madvise"))
+    monkeypatch.setattr(host_memory, "interleave", lambda address, size, nodes: asked.append((size, nodes)))
+    large, small = host_memory.page_aligned(host_memory.LEAST_BYTES + 5), host_memory.page_aligned(4096)
+    assert asked == [(host_memory.LEAST_BYTES + 5, (0, 1))]
+    assert large.nbytes == host_memory.LEAST_BYTES + 5 and not large.any() and not small.any()
+    assert large.data_ptr() % mmap.PAGESIZE == 0 and host_memory.page_aligned(0).nbytes == 0
 
 
 SMAPS = Path("/proc/self/smaps")
@@ -98,7 +98,7 @@ def test_buffers_are_private_and_get_large_pages() -> None:
     moments = HostOptimizer(rig.store, AdamW()).moments_of(0)
     large = [rig.store.masters[0], rig.store.gradients[0], rig.store.buffers[0], moments[0][1]]
     for tensor in large:
-        assert tensor.nbytes >= 2 * weights.LEAST_BYTES
+        assert tensor.nbytes >= 2 * host_memory.LEAST_BYTES
         tensor.view(torch.uint8).fill_(1)
         found = mapping_at(tensor.data_ptr())
         assert found["rights"].endswith("p") and {"hg", "dc"} <= set(found["VmFlags"].split())
@@ -108,7 +108,7 @@ def test_buffers_are_private_and_get_large_pages() -> None:
 @needs_smaps
 def test_a_forked_child_takes_no_pages_away() -> None:
     """A child would share a private page until its parent, not the child, is given a copy on the next write."""
-    tensor = weights.page_aligned(weights.LEAST_BYTES)
+    tensor = host_memory.page_aligned(host_memory.LEAST_BYTES)
     tensor.fill_(1)
     child = os.fork()
     if child == 0:
@@ -118,17 +118,17 @@ def test_a_forked_child_takes_no_pages_away() -> None:
 
 @pytest.mark.skipif(0 not in host_layout().nodes, reason="the system does not tell its nodes")
 def test_the_system_takes_the_call_and_refuses_nodes_that_are_not_there() -> None:
-    buffer = mmap.mmap(-1, weights.LEAST_BYTES)
+    buffer = mmap.mmap(-1, host_memory.LEAST_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    if not weights.interleave(address, len(buffer), (0,)):
+    if not host_memory.interleave(address, len(buffer), (0,)):
         pytest.skip("this container may not place memory")
-    assert not weights.interleave(address, len(buffer), (63,))
+    assert not host_memory.interleave(address, len(buffer), (63,))
     torch.frombuffer(buffer, dtype=torch.uint8).fill_(1)
 
 
 def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert not weights.interleave(0, 4096, (0, 1))
+    assert not host_memory.interleave(0, 4096, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_doctor_says_what_it_found(
 
 HEAP_PROGRAM = """
 import ctypes, threading, torch
-from roundpipe_cli.engine.weights import UnusedHeap, settle_heap
+from roundpipe_cli.engine.host_memory import UnusedHeap, settle_heap
 
 settle_heap()
 for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)
@@ -197,8 +197,8 @@ def test_threads_share_one_heap_and_large_tensors_lie_outside_it_unless_the_user
 def test_unused_heap_is_given_back_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Giving back takes at most a hundredth of the time."""
     now, trims = [0.0], []
-    monkeypatch.setattr(weights.time, "monotonic", lambda: now[0])
-    heap = weights.UnusedHeap()
+    monkeypatch.setattr(host_memory.time, "monotonic", lambda: now[0])
+    heap = host_memory.UnusedHeap()
 
     def trim(pad: object) -> int:
         trims.append(now[0])
@@ -247,11 +247,11 @@ def test_sums_are_cleared_while_workers_compute(copies: bool, monkeypatch: pytes
 def test_the_norm_of_a_large_layer_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: its float64 copy, 224 MB for the head of a 135M model, was counted nowhere."""
     monkeypatch.setattr(gradients, "SQUARED_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(weights, "_OWN", threading.local())
+    monkeypatch.setattr(host_memory, "_OWN", threading.local())
     flat, live = torch.ones(1 << 21), LiveBytes()
     with live:
         assert float(square_sum(flat)) == 1 << 21
-    assert live.peak_bytes + vars(weights._OWN)["torch.float64"].nbytes < flat.nbytes / 8
+    assert live.peak_bytes + vars(host_memory._OWN)["torch.float64"].nbytes < flat.nbytes / 8
 
 
 def row_by_row(flat: torch.Tensor) -> float:

@@ -18,6 +18,7 @@ from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.backends.cuda_process import ALLOCATOR_VARIABLES, WORKSPACE, counts
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
 from roundpipe_cli.engine.step import StepResult
@@ -129,7 +130,7 @@ def test_what_a_run_changes_of_torch(
     """Segments that grow, unless the user or the driver has it otherwise, also on a full card; no plans of cuDNN for
     every new length; lanes do not wait 5 ms for the interpreter; narrow sums of float16 where a recipe says so."""
     before_s = sys.getswitchinterval()
-    for name in cuda.ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "max_split_size_mb:128")
@@ -150,26 +151,26 @@ def test_torch_adds_up_in_order_only_where_a_recipe_says_so(
     found: str | None, becomes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flash attention and packed rows ask torch's switch; torch refuses products without cuBLAS' workspace."""
-    monkeypatch.delenv(cuda.WORKSPACE, raising=False)
+    monkeypatch.delenv(WORKSPACE, raising=False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     if found is not None:
-        monkeypatch.setenv(cuda.WORKSPACE, found)
+        monkeypatch.setenv(WORKSPACE, found)
     with simulated():
         make_backends(["cuda:0"], 1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled(), "flash attention then only warns"
         assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::histc", "CUDA")
-        assert not torch.utils.deterministic.fill_uninitialized_memory and os.environ[cuda.WORKSPACE] == becomes
+        assert not torch.utils.deterministic.fill_uninitialized_memory and os.environ[WORKSPACE] == becomes
         make_backends(["cuda:0"], 1)
         assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_experts_tokens_are_counted_as_torch_counts_them() -> None:
     chosen = torch.tensor([[0, 3], [3, 7], [8, 1]], dtype=torch.int32)  # 8: of no expert
-    found = cuda.counts(chosen, bins=8, min=0, max=7)
+    found = counts(chosen, bins=8, min=0, max=7)
     assert found.dtype == torch.int32 and torch.equal(found.float(), torch.histc(chosen.float(), 8, 0, 7))
     with pytest.raises(RuntimeError, match="no deterministic implementation"):
-        cuda.counts(chosen.float(), bins=8, min=0, max=7)
+        counts(chosen.float(), bins=8, min=0, max=7)
 
 
 def test_page_locked_memory_refused() -> None:

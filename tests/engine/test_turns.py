@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from roundpipe_cli.engine.backends import cuda as module
+from roundpipe_cli.engine.backends import turns as module
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.backends.cuda import IssueTurns
+from roundpipe_cli.engine.backends.turns import IssueTurns
 
 
 def together(*works: Callable[[], object]) -> None:

@@ -13,7 +13,8 @@ from roundpipe_cli.costs.analytic import activation_bytes
 from roundpipe_cli.costs.memory import DEVICE_SHARE
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
-from roundpipe_cli.engine.probe import ASSUMED_FLOPS, AssumedDevice, LayerSizes, Probe, rough_costs
+from roundpipe_cli.engine.probe import Probe
+from roundpipe_cli.engine.rough_costs import ASSUMED_FLOPS, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner

@@ -26,8 +26,10 @@ from unittest import mock
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
 from roundpipe_cli.engine.dispatch import dispatch
-from roundpipe_cli.engine.dispatch.decisions import Progress, TransferChunk, TransferQueue, Work, links_of
+from roundpipe_cli.engine.dispatch.decisions import TransferQueue, links_of
 from roundpipe_cli.engine.dispatch.dispatch import Pool, StepRun
+from roundpipe_cli.engine.dispatch.progress import Progress
+from roundpipe_cli.engine.dispatch.work import TransferChunk, Work
 from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind, Schedule, stage_times

@@ -23,6 +23,7 @@ from roundpipe_cli.engine import worker
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
@@ -248,7 +249,7 @@ class Case:
         return bits, simulation
 
 
-class Turns(cuda.IssueTurns):
+class Turns(IssueTurns):
     """Turns that autograd's threads may not take: the thread that has one waits for them. They order no accesses."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.attention import SINKS_NAME

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
-from roundpipe_cli.engine.weights import WeightStore, settle_heap
+from roundpipe_cli.engine.host_memory import settle_heap
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton

@@ -6,17 +6,13 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 
 from __future__ import annotations
 
-import functools
 import gc
-import math
 import os
 import re
 import sys
-import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -25,103 +21,8 @@ import torch
 from roundpipe_cli.costs.machine import describe_locking
 from roundpipe_cli.costs.memory import PINNED_RING_BYTES
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
-from roundpipe_cli.library_names import library_name
-from roundpipe_cli.model.attention import set_up_attention
+from roundpipe_cli.engine.backends.turns import IssueTurns
 
-# Threads that issue work to GPUs take turns, a layer's pass each.
-#
-# Every operator releases the GIL and takes it again. Where two threads issue at once, each of these is a
-# switch from one thread to the other, and both together issue less than half of what one does alone
-# (scripts/issue_rate.py).
-
-STUCK_S = 0.05
-"""A pass that takes longer to issue than this is waiting for its device, or is the first of its shape."""
-MAX_STUCK = 32
-"""So many stuck passes, with few others between them, end the turns for a while: other threads would wait too."""
-FORGIVEN = 50
-"""After so many passes in a row that were not stuck one that was is forgotten, such as the first of a shape."""
-PAUSE_S, MAX_PAUSE_S = 10.0, 640.0
-"""Seconds without turns: the first time, and at most. Each time takes twice as long as the one before."""
-
-MOST_STUCK_TURNS = 20
-"""Nobody waits for a turn longer than this number of waiting passes takes."""
-
-
-class IssueTurns:
-    """The turns of all GPUs of a process. They change no result: results do not depend on the order of issue."""
-
-    def __init__(self, stuck_s: float = STUCK_S) -> None:
-        self._lock = threading.RLock()
-        self._stuck_s = stuck_s
-        self._since_s = math.inf
-        """Start of the turn by `time.perf_counter`; infinite between turns."""
-        self.num_stuck = 0
-        """Number of passes that were stuck and are not forgotten."""
-        self._stuck_since_s = math.inf
-        """Start of the last one."""
-        self._num_passes = 0
-        """Passes since one was stuck or forgotten."""
-        self._off_until_s, self._pause_s = -math.inf, PAUSE_S
-        self.notice: str | None = None
-        """For the user, said once."""
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Encloses a layer's pass: waits until no other thread issues a pass, unless that pass waits for its device."""
-        lock = self._lock
-        taken = self._take()
-        try:
-            yield
-        finally:
-            if taken:
-                self._since_s = math.inf
-                lock.release()
-
-    def begin_anew(self) -> None:
-        """A thread hangs, perhaps within its turn: nobody waits for it."""
-        self._lock, self._since_s, self.num_stuck = threading.RLock(), math.inf, 0
-
-    def are_on(self) -> bool:
-        """Whether threads take turns now."""
-        return time.perf_counter() >= self._off_until_s
-
-    def _take(self) -> bool:
-        if not self.are_on():
-            return False
-        asked_s = time.perf_counter()
-        while not self._lock.acquire(timeout=self._stuck_s):
-            now_s, since_s = time.perf_counter(), self._since_s
-            if now_s - since_s > self._stuck_s:
-                self._note_stuck(now_s, since_s)
-                return False
-            if now_s - asked_s > MOST_STUCK_TURNS * self._stuck_s:  # many others were faster
-                return False
-        self._since_s = time.perf_counter()
-        self._num_passes += 1
-        if self._num_passes >= FORGIVEN:
-            self._num_passes, self.num_stuck = 0, max(0, self.num_stuck - 1)
-        return True
-
-    def _note_stuck(self, now_s: float, since_s: float) -> None:
-        """Count the pass that began at `since_s`, once however many threads it holds up."""
-        if since_s == self._stuck_since_s:
-            return
-        self._stuck_since_s, self._num_passes = since_s, 0
-        self.num_stuck += 1
-        if self.num_stuck < MAX_STUCK:
-            return
-        if now_s > self._off_until_s + self._pause_s:  # it went well for as long as the last pause
-            self._pause_s = PAUSE_S
-        self.num_stuck, self._off_until_s = 0, now_s + self._pause_s
-        self.notice = (
-            f"threads that issue work to the GPUs take no turns for {self._pause_s:.0f} s: {MAX_STUCK} layers' passes "
-            f"took over {self._stuck_s * 1e3:.0f} ms to issue; a step may take longer meanwhile"
-        )
-        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-
-
-SWITCH_INTERVAL_S = 0.5e-3
-"""Seconds after which one of our threads yields the interpreter to another."""
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """Seconds between a lane's looks at the events that it waits for: at first, and after a while."""
 POLL_SHARE = 1 / 8
@@ -131,8 +32,6 @@ LOCK_REFUSED = (
     "the system does not let this process page-lock more host memory for its transfers: ordinary memory is used, and "
     "GPUs wait for those copies"
 )
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables with which users configure torch's allocator."""
 
 
 def num_devices() -> int:
@@ -204,74 +103,9 @@ def xid_in(lines: Sequence[str], place: str, now_s: float) -> str | None:
     return None
 
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""The variable by which cuBLAS takes memory of a fixed size, so that streams do not choose other products."""
-ORDERED_WORKSPACES = (":4096:8", ":16:8")
-"""Its values that torch takes for deterministic ones."""
-
-
-@functools.cache
-def _count_in_order() -> torch.library.Library:
-    """Have experts' tokens counted without atomics, for which torch refuses `histc`; as long as the result is kept."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that its own kernel is replaced
-        library.impl("histc", counts, "CUDA")
-    return library
-
-
-def counts(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    """`torch.histc` of whole numbers with a bin for each from `min` to `max`; others are left out.
-
-    Raises:
-        RuntimeError: bins are wider, or values no whole numbers.
-    """
-    if values.is_floating_point() or bins != max - min + 1:
-        raise RuntimeError("torch.histc of numbers that are not whole has no deterministic implementation here")
-    each = torch.arange(int(min), int(max) + 1, device=values.device)
-    return (values.flatten()[:, None] == each).sum(dim=0).to(values.dtype)
-
-
 def nvidia_capability(device: torch.device | str) -> tuple[int, int] | None:
     """Compute capability of an NVIDIA GPU, e.g. (8, 6); None: another maker's."""
     return None if torch.version.hip else torch.cuda.get_device_capability(device)
-
-
-def set_up_process(
-    indices: Collection[int], *, float16_accumulation: bool = False, deterministic: bool = False
-) -> None:
-    """Set torch's options for these GPUs, for the whole process: products, memory and attention.
-
-    With `deterministic` flash attention, also that of packed rows, and the efficient kernel add up in order; torch asks
-    its global switch for that. Unwritten memory is not filled: nothing here reads it.
-
-    Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
-    the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
-    which builds a plan of about half a second for every new shape in every thread, and is torch's first choice on sm90
-    and sm100; nor by the math kernel where copies of shared keys avoid it. A thread that wants the interpreter gets it
-    within half a millisecond: Python's 5 ms are longer than two chunks on a PCIe 5 link.
-    """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.backends.cuda.matmul.allow_fp16_accumulation = float16_accumulation
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if deterministic and os.environ.get(WORKSPACE) not in ORDERED_WORKSPACES:
-        os.environ[WORKSPACE] = ORDERED_WORKSPACES[0]
-    if deterministic:
-        _count_in_order()
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
-    set_up_attention(min(nvidia_capability(torch.device("cuda", index)) or (0, 0) for index in indices))
-    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        return
-    set_allocator = library_name("torch._C", "_accelerator_setAllocatorSettings")
-    set_allocator("expandable_segments:True")
-    try:
-        for index in indices:
-            torch.empty(1, device=torch.device("cuda", index))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # "operation not supported"
-        set_allocator("expandable_segments:False")
 
 
 def release_workspaces() -> None:

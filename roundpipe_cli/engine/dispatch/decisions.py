@@ -1,5 +1,8 @@
 """Decides what is issued and carried next: pure (events in, instructions out; no thread, no clock).
 
+An operation may be issued to its device once all that it waits for has been issued (and so has an event); whether
+those events have happened is the device's business (compute) or the lane's (transfers). PROTOCOL.md explains it.
+
 One queue per worker and direction. A transfer enters it when everything that it waits for has happened, so nothing on
 the device's stream ever waits for anything but the link. It goes in chunks, the most urgent transfer first; one that
 turns up later but is more urgent overtakes at the next chunk border. Few chunks are in flight, or overtaking would
@@ -12,134 +15,11 @@ come too late:
 from __future__ import annotations
 
 import heapq
-import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from roundpipe_cli.schedule.program import Op, Program
-
-# State that all threads of a step share: a lock, an abort, and the time of the last progress.
-
-
-class AbortedError(Exception):
-    """Another thread failed and its error will be shown: leave without a message."""
-
-
-class Progress:
-    """Wakes waiting threads, spreads an abort and reports progress to the watchdog, all under one lock."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.condition = threading.Condition(self.lock)
-        self._conditions = [self.condition]
-        self.aborted = False
-        self.last_s = time.monotonic()
-
-    def new_condition(self) -> threading.Condition:
-        """A condition for one thread on the common lock, so that its events wake no other thread."""
-        condition = threading.Condition(self.lock)
-        with self.lock:
-            self._conditions.append(condition)
-        return condition
-
-    def abort(self) -> None:
-        with self.lock:
-            self.aborted = True
-            for condition in self._conditions:
-                condition.notify_all()
-
-    def moved(self) -> None:
-        """Say that something has happened."""
-        with self.lock:
-            self.last_s = time.monotonic()
-            self.condition.notify_all()
-
-    def wait_for(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
-        """Block until `ready()` is true, which is called with the lock held.
-
-        Args:
-            condition: one of `new_condition`'s; None: the one that `moved` notifies.
-
-        Raises:
-            AbortedError: another thread of the step failed.
-        """
-        condition = condition or self.condition
-        with condition:
-            condition.wait_for(lambda: self.aborted or ready())
-            if self.aborted:
-                raise AbortedError
-
-
-# The interface between the dispatcher and the code that carries operations out.
-
-DispatchEvent = Any
-"""A point in a device's work; None: it has already happened."""
-NOBODY = -1
-"""In place of a worker, for the host's updates."""
-
-
-class TransferChunk(NamedTuple):
-    """A piece of a transfer."""
-
-    num_bytes: int
-    content: Any
-    """Data that the `Work` that made the chunk needs to copy it."""
-
-
-class Work(Protocol):
-    """Carries out the operations of one worker."""
-
-    lanes: tuple[str, ...]
-    """Lanes that have a thread."""
-
-    def compute_thread(self) -> AbstractContextManager[None]:
-        """Prepare the current thread for issuing compute operations."""
-
-    def lane_thread(self) -> AbstractContextManager[None]:
-        """Prepare the current thread for issuing transfers."""
-
-    def begin_part(self, part: Any) -> None:
-        """Begin a step; the compute thread calls this before any other thread of the worker touches the step.
-
-        Args:
-            part: what `StepRun.parts` has for this worker.
-        """
-
-    def run(self, op: Op, ready: Sequence[DispatchEvent], late: Sequence[DispatchEvent]) -> DispatchEvent:
-        """Issue a compute operation behind its events (`late`: of `late_deps`); returns the event of its end."""
-
-    def prepare(self, op: Op, after: Sequence[DispatchEvent]) -> Sequence[TransferChunk]:
-        """The chunks of a transfer whose inputs have happened; none where nothing is to be moved."""
-
-    def copy(self, op: Op, chunk: TransferChunk) -> DispatchEvent:
-        """Issue one chunk; returns the event of its arrival."""
-
-    def issued(self, op: Op, event: DispatchEvent) -> None:
-        """Note that all chunks of a transfer have been issued; it has arrived once `event` has happened."""
-
-    def ended(self, op: Op) -> None:
-        """Note that a transfer has arrived."""
-
-    def happens_in_s(self, event: DispatchEvent) -> float:
-        """0 if `event` has happened, else the seconds after which to ask again."""
-
-    def where(self, op: Op, *, weights: bool) -> str:
-        """The place of an error, for its message; `weights`: while waiting for the weights of `op`."""
-
-    def drain(self) -> None:
-        """Block until all issued work is done."""
-
-    def reset(self) -> None:
-        """Drop what a step left, which may have ended early."""
-
-
-# Which operations of a program may be issued: pure decisions, no thread, no clock. PROTOCOL.md explains it.
-#
-# An operation may be issued to its device once all that it waits for has been issued (and so has an event); whether
-# those events have happened is the device's business (compute) or the lane's (transfers).
 
 
 @dataclass(frozen=True)
@@ -265,13 +145,3 @@ class TransferQueue:
         """The oldest chunk in flight has arrived."""
         assert self.num_in_flight > 0
         self.num_in_flight -= 1
-
-
-@dataclass(slots=True)
-class TransferRecord:
-    """Times at which a transfer began to move and was seen to have arrived, by `time.perf_counter`."""
-
-    op: Op
-    num_bytes: int
-    start_s: float = 0.0
-    end_s: float = 0.0

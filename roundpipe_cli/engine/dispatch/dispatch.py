@@ -29,18 +29,9 @@ from itertools import chain
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from roundpipe_cli.engine.dispatch.decisions import (
-    NOBODY,
-    AbortedError,
-    Dependencies,
-    DispatchEvent,
-    Ledger,
-    Progress,
-    TransferChunk,
-    TransferQueue,
-    TransferRecord,
-    Work,
-)
+from roundpipe_cli.engine.dispatch.decisions import Dependencies, Ledger, TransferQueue
+from roundpipe_cli.engine.dispatch.progress import AbortedError, Progress
+from roundpipe_cli.engine.dispatch.work import NOBODY, DispatchEvent, TransferChunk, TransferRecord, Work
 from roundpipe_cli.errors import DeviceLostError, InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind

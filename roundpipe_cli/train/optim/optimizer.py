@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.engine.backends.base import set_own_threads
-from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, own_scratch, page_aligned
+from roundpipe_cli.engine.host_memory import own_scratch, page_aligned
+from roundpipe_cli.engine.weights import LayerUpdate, WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.recipe.schema import Recipe

@@ -10,7 +10,8 @@ from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.backends.cuda import IssueTurns
+from roundpipe_cli.engine.backends.cuda_process import set_up_process
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
@@ -93,7 +94,7 @@ def make_backends(
 ) -> list[Backend]:
     """One backend per worker; with `count_bytes` those on the processor count their live bytes, which is slow."""
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
-        cuda.set_up_process(gpus, float16_accumulation=float16_accumulation, deterministic=deterministic)
+        set_up_process(gpus, float16_accumulation=float16_accumulation, deterministic=deterministic)
     turns = IssueTurns() if len(devices) > 1 else None
     return [
         CpuBackend(num_threads, count_bytes=count_bytes)

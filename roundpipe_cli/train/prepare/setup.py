@@ -34,8 +34,9 @@ from roundpipe_cli.data.tokenized import (
     hold_out,
     same_rows,
 )
+from roundpipe_cli.engine.host_memory import settle_heap
 from roundpipe_cli.engine.probe import Probe
-from roundpipe_cli.engine.weights import WeightStore, settle_heap
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Say, Tell, tell_notices
 from roundpipe_cli.files import disk_error, require_free_bytes

@@ -15,6 +15,7 @@ from roundpipe_cli.costs.machine import host_memory, slow_in_16_bit
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.cuda_process import set_up_process
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
 from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config, refuse_unknown_keys
@@ -91,7 +92,7 @@ def move_to_gpu(model: Any, tell: Say) -> Any:
     free_bytes = [cuda.memory_bytes(index) for index in indices]
     index = roomy_device(_held_bytes(model), free_bytes)
     if index is not None:
-        cuda.set_up_process([index])
+        set_up_process([index])
         try:
             model = model.to(torch.device("cuda", index))
         except torch.OutOfMemoryError:  # another program took the memory first

@@ -1,0 +1,98 @@
+"""The state of a microbatch during a step, and its place in a sequence that is computed in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from roundpipe_cli.engine.step import Microbatch, Part
+from roundpipe_cli.model.block_calls import BlockCall, Prologue
+from roundpipe_cli.model.head import HeadScores, target_rows
+from roundpipe_cli.model.pair_loss import Preference
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """The place of a chunk in its sequence."""
+
+    index: int
+    count: int
+    """Number of chunks of the sequence."""
+    start: int
+    """Index of the first token."""
+    end: int
+    """Index behind the last token."""
+    sequence_tokens: int
+    """S"""
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+@dataclass
+class MicrobatchState:
+    """State of one microbatch during a step."""
+
+    index: int
+    input_ids: torch.Tensor
+    """[B, T], on the host."""
+    target_indices: torch.Tensor
+    """[N], positions of target tokens in B * T."""
+    target_ids: torch.Tensor
+    """[N]"""
+    position_ids: torch.Tensor | None = None
+    """[B, T], on the host; None for rows that are not packed."""
+    prologue: Prologue | None = None
+    calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
+    """Block arguments on each worker's device, made once."""
+    loss_sum: float | torch.Tensor | None = None
+    preference: Preference | None = None
+    reward_sums: torch.Tensor | None = None
+    """Sums of which `Rewards` are the means; set for preference pairs."""
+    scores: HeadScores | None = None
+    """Set in a pass without backward."""
+    lengths: torch.Tensor | None = None
+    """[B], tokens of each sequence without padding; None: all."""
+    chunk: SequenceChunk | None = None
+    """Place in its sequence; None: the microbatch is no chunk."""
+    place: int = 0
+    """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""
+
+    @property
+    def num_units(self) -> int:
+        """Number of target tokens, or of pairs: the loss is a mean over them."""
+        return len(self.target_ids) if self.preference is None else len(self.input_ids) // 2
+
+
+def microbatch_states(
+    microbatches: Sequence[Microbatch], num_chunks: int, part: Part | None = None
+) -> list[MicrobatchState]:
+    """A step's microbatches, each sequence [B, T] cut into `num_chunks` of about equal length. Each has its own target
+    tokens: the target of a chunk's last token is the next chunk's first. `part`: see `Engine.run_step`."""
+    states: list[MicrobatchState] = []
+    place = 0 if part is None else part.first * num_chunks
+    for microbatch in microbatches:
+        ids, (indices, targets) = microbatch.input_ids, target_rows(microbatch.labels)
+        rows, columns = indices // ids.shape[1], indices % ids.shape[1]
+        missing = num_chunks - ids.shape[1]
+        if missing > 0:  # at least one token a chunk; added tokens are not trained
+            ids = torch.cat([ids, ids[:, -1:].expand(-1, missing)], dim=1)
+        bounds = [ids.shape[1] * index // num_chunks for index in range(num_chunks + 1)]
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            inside = (columns >= start) & (columns < end)
+            own = rows[inside] * (end - start) + columns[inside] - start
+            index = len(states)
+            state = MicrobatchState(index, ids[:, start:end], own, targets[inside], place=place + index)
+            if num_chunks > 1:
+                state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
+                uncut = microbatch.position_ids is None and microbatch.preference is None
+                assert uncut, "packed rows and pairs are not cut"
+            else:
+                state.position_ids, state.preference = microbatch.position_ids, microbatch.preference
+                state.lengths = microbatch.lengths
+            states.append(state)
+    return states
