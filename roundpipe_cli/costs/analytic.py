@@ -146,7 +146,7 @@ def head_bytes(
 
 # Kernels of the LM head and its loss for one microbatch, counted as `model/head.py` launches them.
 #
-# One kernel writes each logit's gradient over it (`kernels/fused.py`). Torch's operators move more: cast to
+# One kernel writes each logit's gradient over it (`kernels/cross_entropy.py`). Torch's operators move more: cast to
 # float32, log-softmax; the exponential, scaled, both in place, and cast back. A trained head adds each chunk's gradient
 # to its sum in float32, in 16 bit within the product.
 

@@ -294,7 +294,7 @@ class Tally:
             self.accumulate(width)
 
     def linear(self, matrix: Matrix, *, is_packed: bool = True) -> None:
-        """A linear layer on all tokens; an adapter's products are launched beside it (`kernels/fused.py`)."""
+        """A linear layer on all tokens; an adapter's products are launched beside it (`kernels/lora_linear.py`)."""
         tokens, rank = self.tokens, matrix.rank
         inputs, outputs, size = matrix.inputs, matrix.outputs, self.size
         if is_packed:
@@ -552,7 +552,7 @@ def _attention(tally: Tally, architecture: Architecture, block: Block, matrices:
 
 
 def _rotate(tally: Tally, columns: int, width: int, *, has_half: bool) -> None:
-    """Turn queries or keys: one product and, for each half of a head, one sum of products (`kernels/fused.py`)."""
+    """Turn queries or keys: one product and, for each half of a head, one sum of products (`kernels/rotary.py`)."""
     values, angles = tally.tokens * columns * tally.size, tally.tokens * width * tally.size
     for one in (tally.forward, tally.backward):
         one.moves(2 * values + (angles / 2 if has_half else angles), *[1.5 * values + angles / 2] * 2)

@@ -19,7 +19,7 @@ from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leavi
 from roundpipe_cli.engine.microbatch import MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.prepared import StepContext, TrainedLayers, weights_found_again
 from roundpipe_cli.engine.program import layer_range
-from roundpipe_cli.kernels.fused import adds_products, product_sum
+from roundpipe_cli.kernels.cross_entropy import adds_products, product_sum
 from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues

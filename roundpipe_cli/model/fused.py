@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.kernels.fused import AdapterTerm, lora_linear, rms_norm, rotate
+from roundpipe_cli.kernels.lora_linear import AdapterTerm, lora_linear
+from roundpipe_cli.kernels.rms_norm import rms_norm
+from roundpipe_cli.kernels.rotary import rotate
 from roundpipe_cli.model.dropout import next_draw
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.kernels.fused import cross_entropy, cross_entropy_
+from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
 from roundpipe_cli.model.pair_loss import Preference, pair_loss, sequence_sums
 from roundpipe_cli.model.taps import GradientTaps, before_views
 
@@ -44,7 +44,7 @@ class HeadLoss:
     label_smoothing: float = 0.0
     """Label smoothing, see `chunk_loss`."""
     in_place: bool = False
-    """Write gradients over the logits, by one kernel (`kernels/fused.py`)."""
+    """Write gradients over the logits, by one kernel (`kernels/cross_entropy.py`)."""
 
 
 @dataclass

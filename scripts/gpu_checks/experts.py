@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from roundpipe_cli.kernels.capability import MIN_CAPABILITY, loops_over_groups, why_no_triton
-from roundpipe_cli.kernels.fused import adds_products, cross_entropy_, product_sum
+from roundpipe_cli.kernels.cross_entropy import adds_products, cross_entropy_, product_sum
 from roundpipe_cli.kernels.grouped_mm import AdaptedProduct
 from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask
 from roundpipe_cli.model.head import chunk_loss

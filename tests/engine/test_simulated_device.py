@@ -25,7 +25,7 @@ from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.attention import has_flash
 from roundpipe_cli.recipe.load import load_text
-from roundpipe_cli.train import build
+from roundpipe_cli.train import page_locks
 from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
@@ -205,13 +205,13 @@ def test_weights_leave_page_locked_memory_to_boundaries(
     """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary. What is not locked
     went straight to cards, so that lanes waited for each copy of it; now it goes through a ring that is locked."""
     assert cuda.NUM_RING_PIECES * cuda.RING_PIECE_BYTES == PINNED_RING_BYTES, "what plan counts"
-    monkeypatch.setattr(build, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
+    monkeypatch.setattr(page_locks, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
     monkeypatch.setattr(cuda, "RING_PIECE_BYTES", 512)
     monkeypatch.setattr("platform.release", lambda: "6.6.87-microsoft-standard-WSL2" if on_wsl else "6.8.0")
     rig, said = FULL.rig(), list[str]()
     room = sum(buffer.nbytes for buffer in rig.store.transferred) - 1
     with simulated(max_locked_bytes=room, lazy=on_wsl) as simulation, engine_of(rig, backends_of((0, 1))) as engine:
-        with build.PageLocks(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
+        with page_locks.PageLocks(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
             locked = sum(end - first for first, end in simulation.machine.registered)
             result = step(engine, rig, expected)
         assert not simulation.machine.registered

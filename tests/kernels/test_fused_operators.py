@@ -10,8 +10,10 @@ from torch.nn import functional
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from roundpipe_cli.kernels.fused import AdapterTerm, _ScaleByOnePlus, lora_linear, rms_norm, rotate
+from roundpipe_cli.kernels.lora_linear import AdapterTerm, lora_linear
 from roundpipe_cli.kernels.random_masks import Draw, keep_mask
+from roundpipe_cli.kernels.rms_norm import _ScaleByOnePlus, rms_norm
+from roundpipe_cli.kernels.rotary import rotate
 from tests.kernels.groups import error
 from tests.support.launches import LaunchCounter
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_cli.kernels import random_masks
-from roundpipe_cli.kernels.fused import cross_entropy_
+from roundpipe_cli.kernels.cross_entropy import cross_entropy_
 from roundpipe_cli.kernels.random_masks import COLUMNS, Draw, drop, keep_mask
 from roundpipe_cli.model.head import chunk_loss
 from tests.kernels.groups import error

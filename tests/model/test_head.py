@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.kernels.fused import product_sum
+from roundpipe_cli.kernels.cross_entropy import product_sum
 from roundpipe_cli.model.head import HeadLoss, HeadTargets, run_head, score_head
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss

@@ -28,7 +28,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.kernels import fused, random_masks
+from roundpipe_cli.kernels import random_masks, rms_norm
 from roundpipe_cli.model import attention
 from roundpipe_cli.model.pair_loss import Preference
 from roundpipe_cli.model.stored import packed_weights
@@ -294,7 +294,7 @@ def rounding_as_on_cards(*, narrow: bool = False) -> Iterator[None]:
         return found if total is None else torch.addmm(total, left.float(), right.float(), out=total)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "takes_own_formula", lambda device: False)
+        patch.setattr(rms_norm, "takes_own_formula", lambda device: False)
         patch.setattr(layer_file, "adds_products", adds)
         patch.setattr(layer_file, "product_sum", product_sum)
         yield
