@@ -42,7 +42,8 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.train.build import make_planner
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 
 WORKERS = 2
 WAYS: dict[str, tuple[str, dict[str, Any], Options]] = {

@@ -35,7 +35,7 @@ from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.train.build import make_engine, make_planner
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 from scripts.bench_vs_torch import batches, setup_for
 from tests.support.launches import PRODUCTS
 

@@ -38,7 +38,8 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.planning.search.ranges import even_stages
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 
 PADDED_ROWS = 8
 

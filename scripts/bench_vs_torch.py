@@ -46,7 +46,8 @@ from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.page_locks import PageLocks
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 
 LEARNING_RATE = 0.0
 """Updates are made and timed, but all ways keep the same weights, so that their losses can be compared."""

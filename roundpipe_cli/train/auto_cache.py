@@ -31,7 +31,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.torchrun import this_process
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.units import format_bytes
 
 

@@ -24,7 +24,8 @@ from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner, weight_cache_bytes
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_figures, step_timeline
 from roundpipe_cli.train.page_locks import PageLocks
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Allowed relative difference between the losses of two schedules."""

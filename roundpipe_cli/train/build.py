@@ -24,7 +24,8 @@ from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
-from roundpipe_cli.train.prepare.setup import Setup, active_parameters
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import active_parameters
 
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's

@@ -28,12 +28,11 @@ from roundpipe_cli.train.evaluate import Evaluator
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.machines import Machines
+from roundpipe_cli.train.monitor.metrics_file import MetricsFile, metrics_row
 from roundpipe_cli.train.monitor.telemetry import (
     EventRecorder,
-    MetricsFile,
     Telemetry,
     in_lanes,
-    metrics_row,
     run_started,
     step_figures,
     step_timeline,
@@ -43,9 +42,9 @@ from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.preference import pair_metrics
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, rate_schedule_of
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.result.export import write_run_card
-from roundpipe_cli.train.result.finish import RunLog, make_report, write_report, write_trace
+from roundpipe_cli.train.result.report import RunLog, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import EXIT_CODES, Reporting, StopSignals
 from roundpipe_cli.train.step_runner import StepRunner
 from roundpipe_cli.units import counted, shown_step

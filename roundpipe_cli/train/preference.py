@@ -30,7 +30,8 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.lost_devices import LostDevices
-from roundpipe_cli.train.prepare.setup import Setup, grouping_of
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.rows import grouping_of
 from roundpipe_cli.units import counted
 
 # Scores of rows by the engine's forward alone: for evaluation, and for DPO's reference.

@@ -20,18 +20,19 @@ from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.adapt import FiniteGuard, Fit, resumed_fit
+from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import make_microbatches
 from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.checkpoint.resume import SavedState
+from roundpipe_cli.train.finite import FiniteGuard
 from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.machines import Machines, Sharing, WholeSteps
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import Scorer, add_references, make_pairs
 from roundpipe_cli.train.prepare.devices import updater_threads
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.units import shown_step
 
 RunStep = Callable[[int, list[Microbatch]], StepResult]

@@ -37,7 +37,8 @@ from roundpipe_cli.events import (
 )
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.monitor import telemetry
-from roundpipe_cli.train.monitor.telemetry import EventRecorder, metrics_row, read_lines
+from roundpipe_cli.train.monitor.metrics_file import metrics_row
+from roundpipe_cli.train.monitor.telemetry import EventRecorder, read_lines
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 
 SPAN = Span(1, "compute", "F", 2, 3, 0.125, 0.25)

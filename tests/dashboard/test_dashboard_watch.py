@@ -37,7 +37,8 @@ from roundpipe_cli.events import (
     decode,
     encode,
 )
-from roundpipe_cli.train.monitor.telemetry import metrics_row, read_lines
+from roundpipe_cli.train.monitor.metrics_file import metrics_row
+from roundpipe_cli.train.monitor.telemetry import read_lines
 from tests.cli.test_terminal_text import said
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 from tests.support.recorded import recorded_run

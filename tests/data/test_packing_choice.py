@@ -25,7 +25,8 @@ from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of
-from roundpipe_cli.train.prepare.setup import read_rows, rows_of_steps, with_packing
+from roundpipe_cli.train.prepare.rows import read_rows, rows_of_steps
+from roundpipe_cli.train.prepare.setup import with_packing
 from tests.support.tiny import tiny_config
 
 NEEDS = load_text(

@@ -26,7 +26,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.timeline import bubble_ratio
-from roundpipe_cli.train.prepare.setup import describe_padded_to_chunks
+from roundpipe_cli.train.prepare.rows import describe_padded_to_chunks
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
 from tests.support.schedules import dealt, validate_schedule

@@ -28,7 +28,8 @@ from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import make_workspace, metrics, untied_and_tied
 from tests.support.schedules import dealt

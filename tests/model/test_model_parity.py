@@ -24,8 +24,8 @@ from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.prepare.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.prepare.setup import prepare
-from roundpipe_cli.train.prepare.trainable import prove_once, refuse_long_rows
 from tests.support.e2e import make_model, make_workspace
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import make_rig, plain_step, random_microbatches, step_of_any_workers, tiny_config

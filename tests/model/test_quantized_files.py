@@ -21,7 +21,8 @@ from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.stored.tensors import base_name
 from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.model.test_weights_io import load
 from tests.support.e2e import STAGES, finetune, make_model, make_workspace, metrics
 

@@ -18,8 +18,9 @@ from roundpipe_cli.data.batching import Grouping
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import step_runner
-from roundpipe_cli.train.adapt import GROWTH_STEPS, FiniteGuard, Fit, resumed_fit
+from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.auto_cache import AutoCache
+from roundpipe_cli.train.finite import GROWTH_STEPS, FiniteGuard
 from roundpipe_cli.train.step_runner import longest_batches
 from tests.support.e2e import STAGES_OF_TWO, Outcome, finetune, launch, make_workspace, metrics, numbers
 

@@ -25,7 +25,8 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.prepare import setup as preparing
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.signals import Reporting, StopSignals

@@ -29,7 +29,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
 )
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
-from roundpipe_cli.train.monitor.telemetry import MetricsFile
+from roundpipe_cli.train.monitor.metrics_file import MetricsFile
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import mounted
 

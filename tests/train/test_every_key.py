@@ -23,7 +23,9 @@ from roundpipe_cli.train import build, preference
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.prepare import setup as preparing
 from roundpipe_cli.train.prepare.learning_rate import rate_schedule_of
-from roundpipe_cli.train.prepare.setup import Setup, data_settings, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.rows import data_settings
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.e2e import REPOSITORY, make_model, make_workspace
 from tests.support.tiny import tiny_config
 

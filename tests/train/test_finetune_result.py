@@ -23,7 +23,8 @@ from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import (
     METRIC_KEYS,

@@ -23,7 +23,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 from tests.support.e2e import STAGES_OF_TWO, Outcome, finetune, make_model, make_workspace, run
 from tests.support.tiny import tiny_config
 from tests.train.test_training_options import setup_of

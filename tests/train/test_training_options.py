@@ -32,7 +32,8 @@ from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim import optimizer
 from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW16, HostOptimizer, Sgd, UpdateRule
 from roundpipe_cli.train.prepare.learning_rate import describe_schedule, rate_schedule_of
-from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, make_tokenizer, make_workspace, metrics

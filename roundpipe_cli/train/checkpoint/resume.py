@@ -25,7 +25,7 @@ from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.prepare.devices import threads_per_worker
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 
 FREE_KEYS = (
     *("output_dir", "pipeline", "nodes", "hardware", "weights", "report_to", "hub_model_id", "resume_from_checkpoint"),

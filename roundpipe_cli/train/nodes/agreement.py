@@ -12,7 +12,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import Problem, RecipeError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.checkpoint.resume import run_state, short_json
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.ready import Setup
 
 OWN_KEYS = frozenset(
     {

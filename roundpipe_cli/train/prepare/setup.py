@@ -8,37 +8,26 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import nn
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
 from roundpipe_cli.costs.settings import head_chunk_tokens
-from roundpipe_cli.data.batching import BatchSampler, Grouping
-from roundpipe_cli.data.dataset import build_dataset, build_pairs
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.tokenized import (
-    Packer,
     Row,
-    RowMix,
     TokenizedDataset,
     TokenizedRows,
     choose_packing,
-    hold_out,
-    same_rows,
 )
 from roundpipe_cli.engine.host_memory import settle_heap
-from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Event, Notice, Phase, Say, Tell, tell_notices
+from roundpipe_cli.events import Event, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import disk_error, require_free_bytes
 from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
@@ -64,23 +53,28 @@ from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
-from roundpipe_cli.planning.token_budget import MIN_MICROBATCHES
 from roundpipe_cli.planning.unpacking import Unpacking
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.prepare.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.prepare.devices import choose_devices, with_dtype_of
+from roundpipe_cli.train.prepare.fill import fill_store
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of, rate_schedule_of
+from roundpipe_cli.train.prepare.proof import BuildModel, prove_once, refuse_long_rows
+from roundpipe_cli.train.prepare.ready import DTYPES, Setup
+from roundpipe_cli.train.prepare.rows import (
+    describe_padded_to_chunks,
+    evaluation_rows,
+    mix_of,
+    read_rows,
+    refuse_unknown_ids,
+    rows_of_steps,
+)
 from roundpipe_cli.train.prepare.trainable import (
-    BuildModel,
     describe_reference,
     describe_unreached,
-    fill_store,
     make_trainable,
-    prove_once,
-    refuse_long_rows,
-    same_named,
     start_folder,
     start_hash,
 )
@@ -98,12 +92,6 @@ def with_packing(
     choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
     tell(Notice(choice.describe()))
     return replace(recipe, packing=choice.packs)
-
-
-def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
-    """The rows of the recipe's epochs."""
-    weights = [entry.weight for entry in recipe.datasets]
-    return RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
 
 
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
@@ -172,186 +160,8 @@ def decide_unpacking(
     return unpacking.once
 
 
-# The rows that a recipe names: to train on, and to evaluate on.
-
-NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
-
-
-def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
-    """The recipe's data keys in the data room's terms."""
-    recipe = loaded.recipe
-    own = {"datasets": tuple(map(_spec, recipe.datasets)), "folder": loaded.folder, "offline": offline}
-    return DataSettings(**same_named(DataSettings, recipe) | own)
-
-
-def read_rows(
-    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say
-) -> tuple[TokenizedDataset, TokenizedRows | None]:
-    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them."""
-    settings = data_settings(loaded, offline)
-    if loaded.recipe.trains_pairs:
-        chosen = build_pairs(settings, tokenizer, tell)
-        if loaded.recipe.objective == "orpo" and loaded.recipe.orpo.nll_on_prompt:
-            chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
-        return chosen, chosen.rejected
-    return build_dataset(settings, tokenizer, tell), None
-
-
-def _spec(dataset: DatasetConfig) -> DatasetSpec:
-    own = {
-        "type": "auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` handles pairs
-        "columns": {str(key): value for key, value in dataset.columns.items()},
-        "rules": TrainRules(**same_named(TrainRules, dataset)),
-    }
-    return DatasetSpec(**same_named(DatasetSpec, dataset) | own)
-
-
-def evaluation_rows(
-    loaded: LoadedRecipe,
-    training: tuple[TokenizedDataset, TokenizedRows | None],
-    tokenizer: Any,
-    offline: bool,
-    *,
-    tell: Tell,
-) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row]]:
-    """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
-    ones in the same order."""
-    recipe, (dataset, rejected) = loaded.recipe, training
-    rows, rejected_rows = list[Row](), list[Row]()
-    if recipe.val_set_size:
-        dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
-        rejected = dataset.rejected
-        rows += held.rows
-        rejected_rows += held.rejected or ()
-    if recipe.eval_datasets:
-        settings = replace(data_settings(loaded, offline), datasets=tuple(map(_spec, recipe.eval_datasets)))
-        if rejected is not None:
-            other = build_pairs(settings, tokenizer, lambda text: None)
-            rejected_rows += other.rejected or ()
-        else:
-            other = build_dataset(settings, tokenizer)
-        trained = [f"{text}: trained, too" for text in same_rows(other.numbered_sources, dataset.numbered_sources)]
-        tell_notices(tell, *(f"evaluation: {text}" for text in (*other.notices, *trained)))
-        rows += other.rows
-    if rows:
-        what = "rows" if rejected is None else "pairs"
-        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on", is_detail=True))
-    return dataset, rejected, rows + rejected_rows
-
-
-def refuse_unknown_ids(
-    model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
-) -> None:
-    """Raise a RefusedError for data with tokens that the model has no embedding for."""
-    found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
-    table: Any = model.get_input_embeddings()  # type: ignore[operator]
-    num_rows = int(table.weight.shape[0])
-    if found >= num_rows:
-        raise RefusedError(
-            "the data has tokens that the model has no embedding for",
-            where="datasets",
-            found=f"token {found}, {tokenizer.convert_ids_to_tokens(found)!r}",
-            expected=f"ids below {num_rows}, the rows of the model's embedding",
-            hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
-        )
-
-
-def describe_padded_to_chunks(lengths: npt.NDArray[np.int64], num_chunks: int) -> str | None:
-    """Words about rows that are padded because they have fewer tokens than chunks; `lengths`: tokens of each."""
-    num_short = int((lengths < num_chunks).sum())
-    if not num_short:
-        return None
-    what = f"{num_short} of {len(lengths)} rows have fewer tokens than pipeline.sequence_chunks: {num_chunks}"
-    return f"{what}; each is padded to one token a chunk, which takes as long as longer chunks: use fewer of them"
-
-
-# The order in which a run's rows become batches.
-
-
-def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64]) -> Grouping:
-    """How sequences become microbatches; `lengths`: tokens of each row; of a pair, of its longer answer."""
-    num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
-    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
-    return Grouping(lengths, num_rows, tokens, least)
-
-
-def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
-    """The sampler of a recipe's rows; of preference pairs, of those in `dataset` and the `rejected` ones beside them.
-
-    Raises:
-        RefusedError: fewer rows than one step takes.
-    """
-    mix, lengths = mix_of(recipe, dataset), dataset.rows.lengths
-    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
-    padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
-    grouping = grouping_of(recipe, padded)
-    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping=grouping)
-
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_MEMORY_SHARE = 0.8
 """Share of the free host memory for weights; `weights: auto` maps more of them from a file."""
-
-
-@dataclass
-class Setup:
-    """A model, its data and its workers, ready to train."""
-
-    recipe: Recipe
-    source: ModelSource
-    tokenizer: Any
-    dataset: TokenizedDataset
-    rejected: TokenizedRows | None
-    """Rejected answers of preference pairs, a row for each row of `dataset`."""
-    eval_rows: Sequence[Row]
-    """Rows that are never trained on; of preference pairs all chosen ones, then all rejected ones."""
-    devices: tuple[str, ...]
-    model: nn.Module
-    """The skeleton, adapters included."""
-    peft_model: Any
-    """PEFT's model around it, or None for full fine-tuning."""
-    split: ModelSplit
-    store: WeightStore
-    base_files: BaseFiles
-    """Files of the base model that a whole result keeps."""
-    model_hash: str = ""
-    """Hash of the base weights' files; see `Fingerprint`."""
-    config_hash: str = ""
-    """See `config_fingerprint`."""
-    start_hash: str = ""
-    """Hash of the adapter that is trained further; see `start_hash`."""
-    fused: FusedOps | None = None
-    """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
-    unpacks_once: bool = False
-    """Packed weights are unpacked once per visit of a stage."""
-
-    @property
-    def head_chunk_tokens(self) -> int:
-        """Tokens for which the LM head computes logits at once."""
-        config: Any = self.model.config
-        return head_chunk_tokens(self.recipe.head_chunk_tokens, config.get_text_config().vocab_size)
-
-    @functools.cached_property
-    def probe(self) -> Probe:
-        """Answers what can be known of the blocks before training."""
-        return Probe(self.model, self.split, self.store, self.fused)
-
-    @functools.cached_property
-    def attends_in_rows(self) -> bool:
-        """Whether blocks are told where rows lie, in place of masks of all pairs of tokens.
-
-        Rows are packed, or longer than a sliding window, or there are sinks.
-
-        Raises:
-            RefusedError: packed rows need masks, which would be too large.
-        """
-        recipe, longest = self.recipe, int(self.dataset.rows.lengths.max())
-        needed = recipe.packs or (recipe.pipeline.num_chunks == 1 and self.probe.has_masks(longest))
-        if needed and recipe.kernels == "auto" and self.probe.can_attend_in_rows():
-            return True
-        if recipe.packs:
-            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
-        return False
 
 
 def prepare(
@@ -429,23 +239,23 @@ def prepare(
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
     return Setup(
-        replace(recipe, head_chunk_tokens=chunk),
-        source,
-        tokenizer,
-        dataset,
-        rejected,
-        evaluation,
-        devices,
-        model,
-        peft_model,
-        split,
-        store,
-        base_files,
-        fingerprint.result(),
-        config_fingerprint(source),
-        start_hash(start, recipe),
-        fused,
-        decide_unpacking(loaded, packed_as, tell, asked),
+        recipe=replace(recipe, head_chunk_tokens=chunk),
+        source=source,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        rejected=rejected,
+        eval_rows=evaluation,
+        devices=devices,
+        model=model,
+        peft_model=peft_model,
+        split=split,
+        store=store,
+        base_files=base_files,
+        model_hash=fingerprint.result(),
+        config_hash=config_fingerprint(source),
+        start_hash=start_hash(start, recipe),
+        fused=fused,
+        unpacks_once=decide_unpacking(loaded, packed_as, tell, asked),
     )
 
 

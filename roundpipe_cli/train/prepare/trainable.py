@@ -1,33 +1,22 @@
-"""The trained part of a model: adapters or its own parameters, their weights loaded, the split proven."""
+"""The trained part of a model: adapters, new ones or those of a folder, or its own parameters."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli import __version__
-from roundpipe_cli.cache import cache_folder
-from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proof, prove
-from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.events import Notice, Phase, Tell, tell_notices
-from roundpipe_cli.files import sha256_of, write_atomically
-from roundpipe_cli.library_names import version
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import sha256_of
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    StartedBase,
-    read_adapter_tensors,
     trained_tokens,
 )
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
@@ -37,221 +26,14 @@ from roundpipe_cli.model.lora import (
     LoraSettings,
     add_lora,
     continue_lora,
-    initial_values,
     refuse_adapters_outside_blocks,
 )
 from roundpipe_cli.model.new_tokens import NewTokens, table_names
-from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.stored.nf4 import PackedWeight
-from roundpipe_cli.model.stored.tensors import is_adapter
-from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe
-from roundpipe_cli.regular_files import read_json_of_ours, tried_paths
-from roundpipe_cli.units import format_bytes, format_count, format_seconds
-from roundpipe_cli.watchdog import at_work
-
-# Loading weights from the model's files into the store, with progress.
-
-TELL_EVERY_S = 5.0
-
-
-def _counting(store: WeightStore, tell: Tell) -> Callable[[str], None]:
-    """A function that is told of each weight that is filled, and reports from time to time how many bytes are."""
-    places = [place for layout in store.layouts for place in layout.places if not is_adapter(place.name)]
-    sizes = {place.name: place.num_bytes for place in places}
-    total, done = sum(sizes.values()), 0
-    began_s = told_s = time.monotonic()
-    tell(Phase(f"loading {format_bytes(total)} of weights"))
-
-    def count(name: str) -> None:
-        nonlocal done, told_s
-        done += sizes[name]
-        now_s = time.monotonic()
-        if now_s - told_s < TELL_EVERY_S or done >= total:
-            return
-        told_s = now_s
-        bytes_per_s = max(1.0, done / (now_s - began_s))
-        left = format_seconds(max(1, round((total - done) / bytes_per_s)))
-        of = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(bytes_per_s)}/s"
-        tell(Phase(f"loading weights: {of}, {left} left"))
-
-    return count
-
-
-def fill_store(
-    store: WeightStore,
-    source: ModelSource,
-    model: nn.Module,
-    recipe: Recipe,
-    *,
-    new: NewTokens | None = None,
-    start: Path | None,
-    tell: Tell,
-) -> None:
-    """Load the base weights, then the adapter's: first values, or those of the folder `start`, which is trained
-    further, and which DPO's reference keeps. `model`: the skeleton, adapters included."""
-    started = None if start is None else StartedBase(model, start)
-    count = _counting(store, tell)
-
-    def set_parameter(name: str, values: torch.Tensor) -> None:
-        store.set_parameter(name, values if started is None else started.weight(name, values))
-        count(name)
-
-    def set_packed(name: str, weight: PackedWeight) -> None:
-        if started is not None:
-            started.refuse_packed(name)
-        store.set_packed(name, weight)
-        count(name)
-
-    tell_notices(tell, *load_weights(source, model, set_parameter, set_packed, new=new))
-    if recipe.method == "full":
-        return
-    first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
-    for name, values in first if start is None else _started_from(start, model, store).items():
-        store.set_parameter(name, values)
-    if start is not None and recipe.objective == "dpo":
-        store.keep_reference()
-
-
-def _started_from(start: Path, model: nn.Module, store: WeightStore) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter that is trained further.
-
-    Raises:
-        RefusedError: they do not fit the model, or weights beside them are others than the base's: the result, which is
-            an adapter, would not hold them.
-    """
-    found = read_adapter_tensors(model, start)
-    places = {place.name for layout in store.layouts for place in layout.places}
-    twins = dict(model.named_parameters(remove_duplicate=False))
-    names = {id(parameter): name for name, parameter in twins.items() if name in places}
-    buffers = dict(model.named_buffers())
-    for name in found.keys() & buffers.keys():
-        buffers[name].copy_(found.pop(name))
-    for name in [name for name in found if not is_adapter(name)]:
-        base = store.base_weight(names[id(twins[name])])
-        if not torch.equal(found.pop(name).to(base.dtype), base):
-            raise RefusedError(
-                "a table beside the adapter is another than the base model's, and would not be in the result",
-                where="lora.start_from",
-                found=f"{name} in {start}",
-                hint=f"merge it first (`roundpipe export {start} --merge`), then train a new adapter on the result",
-            )
-    return found
-
-
-# The proof of a model before its run, kept in the cache; see `engine/parity.py`.
-#
-# A file per key, JSON. What cannot be read or written is proven again.
-
-FORMAT = 6
-"""Version of the files; raised when a proof gets another meaning."""
-LIBRARIES = ("torch", "transformers", "peft")
-
-BuildModel = Callable[[Any], tuple[nn.Module, ModelSplit]]
-"""Makes a trainable skeleton from a configuration, as the recipe says."""
-
-
-def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel, tell: Tell) -> Proof:
-    """Prove that the engine trains `model` as its own code does, unless that is known.
-
-    Args:
-        model: parameters on the meta device, made trainable; left as it is.
-        build: makes a smaller one, of a model whose blocks are too large to try.
-
-    Raises:
-        ParityRefusedError: it does not.
-    """
-    path = cache_folder("proofs") / f"{_key(model, recipe)}.json"
-    proof = _load(path)
-    if proof is None:
-        tell(Phase("comparing the engine with the model's own forward and backward"))
-        with at_work("comparing the engine with the model's own forward and backward"):
-            proof = _prove_by_kernels(model, split, recipe, build)
-        with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(proof)).encode())
-    if proof.unproven:
-        tell(Notice(f"not proven that this model trains as its own code does: {proof.unproven}"))
-    if proof.not_fused:
-        tell(Notice(f"kernels: none of this model is fused, for it would be trained wrong: {proof.not_fused}"))
-    return proof
-
-
-def refuse_long_rows(longest: int, proof: Proof) -> None:
-    """Raise a RefusedError for rows of more tokens than the model has positions."""
-    if proof.last_position is not None and longest > proof.last_position:
-        raise RefusedError(
-            "rows are longer than this model has positions",
-            where="max_seq_length",
-            found=f"a row of {longest} tokens",
-            expected=f"at most {proof.last_position} (max_position_embeddings of the model's configuration)",
-            hint=f"max_seq_length={proof.last_position}",
-        )
-
-
-def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel) -> Proof:
-    """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
-    ways = {"packing": recipe.packs, "chunks": recipe.pipeline.num_chunks > 1}
-    not_fused = ""
-    if recipe.kernels == "auto":
-        try:
-            return _prove(model, split, build, **ways, fused=True)
-        except ParityRefusedError as error:
-            not_fused = f"{error.problems[0].where}: {error.problems[0].found}"
-    return replace(_prove(model, split, build, **ways, fused=False), not_fused=not_fused)
-
-
-def _prove(model: nn.Module, split: ModelSplit, build: BuildModel, **how: bool) -> Proof:
-    """The proof of the model itself, or of the first narrower one that works."""
-    if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
-        for smaller, its_split in _narrower(model.config, build):
-            proof = prove(smaller, its_split, **how)
-            if not proof.unproven:
-                return proof
-    return prove(model, split, **how)
-
-
-def _narrower(config: Any, build: BuildModel) -> Iterator[tuple[nn.Module, ModelSplit]]:
-    with suppress(Exception):  # an odd configuration may fail in any way
-        for smaller in shrunk_configs(config):
-            try:
-                built = build(smaller)
-            except Exception:
-                continue
-            yield built
-
-
-def _key(model: nn.Module, recipe: Recipe) -> str:
-    """Hash of all that a proof depends on: code, configuration, what is trained and how."""
-    config: Any = model.config
-    parts = {
-        "format": FORMAT,
-        "versions": [__version__, *(version(name) for name in LIBRARIES)],
-        "config": {key: value for key, value in config.to_dict().items() if key != "_name_or_path"},
-        "parameters": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()],
-        "packing": recipe.packs,
-        "chunks": recipe.pipeline.num_chunks > 1,
-        "kernels": recipe.kernels,
-        "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
-        "scaling": [found for module in model.modules() if isinstance(found := getattr(module, "scaling", None), dict)],
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _load(path: Path) -> Proof | None:
-    try:
-        found = read_json_of_ours(path)
-        return Proof(
-            float(found["loss_error"]),
-            float(found["gradient_error"]),
-            str(found["unproven"]),
-            found["last_position"],
-            str(found["not_fused"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+from roundpipe_cli.regular_files import tried_paths
+from roundpipe_cli.units import format_count
 
 
 def make_trainable(

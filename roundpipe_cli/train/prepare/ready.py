@@ -1,0 +1,89 @@
+"""A model, its data and its workers, ready to train."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.costs.settings import head_chunk_tokens
+from roundpipe_cli.data.tokenized import (
+    Row,
+    TokenizedDataset,
+    TokenizedRows,
+)
+from roundpipe_cli.engine.probe import Probe
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.supported import check_mask_bytes
+from roundpipe_cli.model.fused import FusedOps
+from roundpipe_cli.model.split import ModelSplit
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.prepare.base_files import BaseFiles
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """A model, its data and its workers, ready to train."""
+
+    recipe: Recipe
+    source: ModelSource
+    tokenizer: Any
+    dataset: TokenizedDataset
+    rejected: TokenizedRows | None
+    """Rejected answers of preference pairs, a row for each row of `dataset`."""
+    eval_rows: Sequence[Row]
+    """Rows that are never trained on; of preference pairs all chosen ones, then all rejected ones."""
+    devices: tuple[str, ...]
+    model: nn.Module
+    """The skeleton, adapters included."""
+    peft_model: Any
+    """PEFT's model around it, or None for full fine-tuning."""
+    split: ModelSplit
+    store: WeightStore
+    base_files: BaseFiles
+    """Files of the base model that a whole result keeps."""
+    model_hash: str = ""
+    """Hash of the base weights' files; see `Fingerprint`."""
+    config_hash: str = ""
+    """See `config_fingerprint`."""
+    start_hash: str = ""
+    """Hash of the adapter that is trained further; see `start_hash`."""
+    fused: FusedOps | None = None
+    """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
+    unpacks_once: bool = False
+    """Packed weights are unpacked once per visit of a stage."""
+
+    @property
+    def head_chunk_tokens(self) -> int:
+        """Tokens for which the LM head computes logits at once."""
+        config: Any = self.model.config
+        return head_chunk_tokens(self.recipe.head_chunk_tokens, config.get_text_config().vocab_size)
+
+    @functools.cached_property
+    def probe(self) -> Probe:
+        """Answers what can be known of the blocks before training."""
+        return Probe(self.model, self.split, self.store, self.fused)
+
+    @functools.cached_property
+    def attends_in_rows(self) -> bool:
+        """Whether blocks are told where rows lie, in place of masks of all pairs of tokens.
+
+        Rows are packed, or longer than a sliding window, or there are sinks.
+
+        Raises:
+            RefusedError: packed rows need masks, which would be too large.
+        """
+        recipe, longest = self.recipe, int(self.dataset.rows.lengths.max())
+        needed = recipe.packs or (recipe.pipeline.num_chunks == 1 and self.probe.has_masks(longest))
+        if needed and recipe.kernels == "auto" and self.probe.can_attend_in_rows():
+            return True
+        if recipe.packs:
+            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
+        return False
