@@ -425,8 +425,8 @@ class Engine:
             watches = any(model.draws_by_torch for model in models)
             for model in models:
                 model.watches_torch = watches
-        seconds = time.perf_counter() - started_s
         squares = context.gradients.finish(self.store)
+        seconds = time.perf_counter() - started_s
         loss_sum = 0.0
         for state in context.microbatches:
             assert state.loss_sum is not None

@@ -10,16 +10,18 @@ not change its bits. Two ways, chosen once per step for each layer:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.host_memory import own_scratch
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.block_calls import EmbedGradient
+from roundpipe_cli.model.block_calls import EmbedGradient, Prologue
 from roundpipe_cli.model.layout import LayerLayout
 
 SQUARED_ELEMENTS = 1 << 22
@@ -110,8 +112,13 @@ class StepGradients:
         self.folds, self.options, self._late_layers = folds, options, late_layers
         self._square_sums: dict[int, torch.Tensor] = {}
         """Layer -> sum of squares of its complete gradient."""
-        self.of_embed: dict[int, list[EmbedGradient]] = {}
+        self._of_embed: dict[int, Future[list[EmbedGradient]]] = {}
         """Microbatch -> gradients of the embed layer's parameters."""
+        self._embed_thread = ThreadPoolExecutor(1, "embed", partial(set_own_threads, 1))
+
+    def begin_embed(self, microbatch: int, prologue: Prologue, gradient: torch.Tensor) -> None:
+        """Compute the gradients of the embed layer's parameters, in a thread beside those that issue work."""
+        self._of_embed[microbatch] = self._embed_thread.submit(prologue.backward, gradient)
 
     def complete(self, layer: int, squares: torch.Tensor) -> None:
         """Note the sum of squares of a complete gradient, which is on the host."""
@@ -137,15 +144,18 @@ class StepGradients:
     def _add_embed(self, store: WeightStore) -> None:
         """Add the embed layer's gradients in microbatch order: after the head's, where the table is tied to it."""
         touched = {0}.intersection(self.folds)
-        for index in sorted(self.of_embed):
-            for item in self.of_embed[index]:
-                layer = store.layer_of(item.name)
-                touched.add(layer)
-                target = store.gradient(item.name)
-                if item.token_ids is None:
-                    add_to(target, item.gradient)
-                else:  # ids are distinct, so the order of additions is fixed
-                    target.index_add_(0, item.token_ids, item.gradient.float())
+        num_threads = torch.get_num_threads()
+        with self._embed_thread, ThreadPoolExecutor(num_threads, "rows", partial(set_own_threads, 1)) as pool:
+            for index in sorted(self._of_embed):
+                for item in self._of_embed[index].result():
+                    layer = store.layer_of(item.name)
+                    touched.add(layer)
+                    target = store.gradient(item.name)
+                    if item.token_ids is None:
+                        add_to(target, item.gradient)
+                        continue
+                    pieces = item.token_ids.chunk(num_threads), item.gradient.chunk(num_threads)
+                    list(pool.map(partial(add_rows, target), *pieces))
         for layer in touched:
             self._square_sums[layer] = square_sum(self.folds[layer].flat)
 
@@ -200,6 +210,15 @@ def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
         if num_rows == 1:
             part, added = part[0], added[0]
         add_to(part, added)
+
+
+def add_rows(total: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add `gradient` [U, H] to those rows of the float32 `total`; they are distinct, so no order decides bits."""
+    size = max(1, ADDED_ELEMENTS * len(gradient) // max(1, gradient.numel()))
+    for some, part in zip(rows.split(size), gradient.split(size), strict=True):
+        if part.dtype != total.dtype:
+            part = own_scratch(part.numel(), total.dtype).view(part.shape).copy_(part)
+        total.index_add_(0, some, part)
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:

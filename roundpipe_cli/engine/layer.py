@@ -274,10 +274,10 @@ class LayerRunner:
         self.finish_arrived(context)
 
     def finish_arrived(self, context: StepContext, *, all_have: bool = False) -> None:
-        """Finish the embed layer's backward of gradients that have arrived; `all_have`: the device is done."""
+        """Pass gradients that have arrived on to the embed layer's backward; `all_have`: the device is done."""
         while self._sent and (all_have or self.backend.happens_in_s(self._sent[0].event) <= 0):
             sent = self._sent.popleft()
-            context.gradients.of_embed[sent.microbatch] = sent.prologue.backward(sent.gradient)
+            context.gradients.begin_embed(sent.microbatch, sent.prologue, sent.gradient)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class StepResult:
     gradient_norm: float
     """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
     step_s: float
-    """Seconds of forward and backward, without the optimizer."""
+    """Seconds of forward and backward until the gradients are complete, without the optimizer."""
     actions: tuple[Interval, ...]
     """The computations with their measured times; all figures come from them."""
     num_workers: int

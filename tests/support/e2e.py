@@ -66,7 +66,7 @@ def make_model(folder: Path, model_type: str = "llama", seed: int = 0, dtype: st
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(model_type, vocab_size=300, **changes)
+    config = tiny_config(model_type, **{"vocab_size": 300, **changes})
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
