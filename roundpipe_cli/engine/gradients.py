@@ -21,6 +21,7 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.host_memory import own_scratch
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import as_ours
 from roundpipe_cli.model.block_calls import EmbedGradient, Prologue
 from roundpipe_cli.model.layout import LayerLayout
 
@@ -141,13 +142,19 @@ class StepGradients:
         if self.options.on_complete is not None:
             self.options.on_complete(layer, partial(float, self._square_sums[layer]))
 
+    def _embed_gradients(self, microbatch: int) -> list[EmbedGradient]:
+        try:
+            return self._of_embed[microbatch].result()
+        except Exception as error:
+            raise as_ours(error, "the embedding's backward", f"microbatch {microbatch}, layer embed") from error
+
     def _add_embed(self, store: WeightStore) -> None:
         """Add the embed layer's gradients in microbatch order: after the head's, where the table is tied to it."""
         touched = {0}.intersection(self.folds)
         num_threads = torch.get_num_threads()
         with self._embed_thread, ThreadPoolExecutor(num_threads, "rows", partial(set_own_threads, 1)) as pool:
             for index in sorted(self._of_embed):
-                for item in self._of_embed[index].result():
+                for item in self._embed_gradients(index):
                     layer = store.layer_of(item.name)
                     touched.add(layer)
                     target = store.gradient(item.name)

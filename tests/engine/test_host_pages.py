@@ -11,8 +11,10 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,10 @@ from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
 from roundpipe_cli.engine import gradients, host_memory
 from roundpipe_cli.engine.backends.cpu import LiveBytes
-from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, add_to, square_sum
+from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, StepGradients, add_rows, add_to, square_sum
 from roundpipe_cli.engine.host_memory import mapped_buffers
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import InternalError, RefusedError
+from roundpipe_cli.model.block_calls import Prologue
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
@@ -291,6 +294,46 @@ def test_additions_in_parts_are_torchs(
         found = total.clone()
         add_to(found, gradient)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+def test_rows_are_added_as_torch_adds_them(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "ADDED_ELEMENTS", 50)
+    generator = torch.Generator().manual_seed(0)
+    total, rows = torch.randn(90, 20, generator=generator), torch.randperm(90, generator=generator)[:num_rows]
+    gradient = torch.randn(num_rows, 20, generator=generator).to(dtype)
+    expected = total.index_add(0, rows, gradient.float())
+    add_rows(total, rows, gradient)
+    assert torch.equal(total, expected)
+
+
+def test_a_step_lasts_until_its_gradients_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: the sums of the embedding and the norm of a tied table, 0.4 s a step, were in no step's time."""
+    rig, ends = make_rig("llama", tie_word_embeddings=True), list[float]()
+    finish = StepGradients.finish
+
+    def timed(*arguments: Any) -> list[float]:
+        squares = finish(*arguments)
+        ends.append(time.perf_counter())
+        return squares
+
+    monkeypatch.setattr(StepGradients, "finish", timed)
+    with rig.engine(2) as engine:
+        result = engine.run_step(random_microbatches([(1, 5), (2, 4)]), roundpipe(rig, 2), step=0)
+    assert result.started_s + result.step_s >= ends[0]
+
+
+def test_an_error_in_the_embeddings_backward_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in a thread of its own, whose error would be lost."""
+
+    def failing(*_: object) -> None:
+        raise ValueError("planted")
+
+    rig = make_rig("llama")
+    monkeypatch.setattr(Prologue, "backward", failing)
+    with rig.engine(2) as engine, pytest.raises(InternalError, match="the embedding's backward failed.*planted"):
+        engine.run_step(random_microbatches([(1, 5), (2, 4)]), roundpipe(rig, 2), step=0)
 
 
 @pytest.mark.parametrize("name", ["squares", "addition", "update in bfloat16"])
