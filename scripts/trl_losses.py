@@ -95,8 +95,9 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[int]]:
     """The engine's, the batch and the tokens of its sequences."""
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.build import make_engine, make_planner
-    from roundpipe_cli.train.preference import Scorer, add_references, make_pairs, pair_metrics
+    from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
     from roundpipe_cli.train.prepare.setup import prepare
+    from roundpipe_cli.train.scoring import Scorer
 
     setup = prepare(load_recipe(str(recipe), list(case.words)), offline=True, tell=lambda event: None)
     planner = make_planner(setup)

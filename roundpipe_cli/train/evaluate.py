@@ -37,11 +37,12 @@ from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
 from roundpipe_cli.train.intervals import is_due
-from roundpipe_cli.train.preference import InterruptedScoring, Scorer, score_pairs
+from roundpipe_cli.train.preference import score_pairs
 from roundpipe_cli.train.prepare.base_files import end_tokens
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.rows import grouping_of
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
+from roundpipe_cli.train.scoring import InterruptedScoring, Scorer
 
 
 class Evaluator:

@@ -6,105 +6,24 @@ adapters left out, or with their first weights, before each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import RowBatch
 from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
-from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.engine.weights import REFERENCE
-from roundpipe_cli.model.head import HeadScores, map_tensors
+from roundpipe_cli.model.head import map_tensors
 from roundpipe_cli.model.pair_loss import Preference, Rewards, pair_loss
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
-from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
 from roundpipe_cli.train.batches import collate_rows
-from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.rows import grouping_of
-from roundpipe_cli.units import counted
-
-# Scores of rows by the engine's forward alone: for evaluation, and for DPO's reference.
-
-
-class InterruptedScoring(Exception):
-    """A pass ended early because the user wants the run to stop."""
-
-
-class Scorer:
-    """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        planner: AdaptivePlanner,
-        step_microbatches: int,
-        stopping: Callable[[], bool],
-        *,
-        lost: LostDevices | None = None,
-    ) -> None:
-        """
-        Args:
-            planner: whose stages of a training step are taken.
-            step_microbatches: of a training step.
-            stopping: whether the run is asked to stop.
-            lost: computes a pass again where a device was lost; None: that is an error.
-        """
-        self._engine, self._planner, self._stopping = engine, planner, stopping
-        self._step_microbatches, self._lost = step_microbatches, lost
-        self._schedules: dict[tuple[tuple[StageRange, ...], int, int], Schedule] = {}
-
-    def scores(
-        self, microbatches: Sequence[Microbatch], *, step: int, reference: bool = False, greedy: bool = False
-    ) -> Iterator[HeadScores]:
-        """Scores of each microbatch, in order; see `Engine.score`.
-
-        Args:
-            reference: by DPO's reference model: the weights that the store has put aside, or the base model.
-
-        Raises:
-            InterruptedScoring: between two passes, because the run is asked to stop.
-        """
-        size = SCORED_PER_WORKER * self._engine.num_workers
-        kept = reference and self._engine.store.has_reference
-
-        def score(part: Sequence[Microbatch]) -> list[HeadScores]:
-            return self._engine.score(
-                part,
-                self._schedule(len(part)),
-                step=step,
-                adapters=kept or not reference,
-                version=REFERENCE if kept else None,
-                greedy=greedy,
-            )
-
-        for start in range(0, len(microbatches), size):
-            if self._stopping():
-                raise InterruptedScoring
-            run = partial(score, microbatches[start : start + size])
-            at = f"a pass without training, after {counted(step, 'step')}"
-            yield from run() if self._lost is None else self._lost.again(run, at)
-
-    def _schedule(self, num_microbatches: int) -> Schedule:
-        step = self._planner.schedule(self._step_microbatches)
-        own, workers = every_stage(step), self._engine.num_workers
-        key = own, workers, num_microbatches
-        if key not in self._schedules:
-            stages = forward_stages(
-                self._planner.costs, own, step.backward_stages, num_workers=workers, num_microbatches=num_microbatches
-            )
-            self._schedules[key] = build_forward(stages, num_workers=workers, num_microbatches=num_microbatches)
-        return self._schedules[key]
+from roundpipe_cli.train.scoring import Scorer
 
 
 def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:

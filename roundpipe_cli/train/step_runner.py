@@ -30,9 +30,10 @@ from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.machines import Machines, Sharing, WholeSteps
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
-from roundpipe_cli.train.preference import Scorer, add_references, make_pairs
+from roundpipe_cli.train.preference import add_references, make_pairs
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.units import shown_step
 
 RunStep = Callable[[int, list[Microbatch]], StepResult]
