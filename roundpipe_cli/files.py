@@ -32,10 +32,12 @@ DELETED_PREFIX = ".del-"
 _user_umask = 0o022
 
 
-def keep_private() -> None:
-    """Create files for this user alone from here on; `shared_mode` gives what the user's own umask leaves."""
+def keep_private() -> int:
+    """Create files for this user alone from here on; `shared_mode` gives what the user's own umask leaves, which is
+    returned."""
     global _user_umask
     _user_umask = os.umask(0o077)
+    return _user_umask
 
 
 def shared_mode(mode: int) -> int:

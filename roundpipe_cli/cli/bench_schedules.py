@@ -357,8 +357,8 @@ def run_for_real(
 ) -> None:
     """Run the schedules of a recipe on its devices and print what was measured."""
     from roundpipe_cli.cli.display import Display
-    from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
     from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.cli.training import ask_on_cards_worth_using
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.signals import Start
 

@@ -64,8 +64,8 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
 
 def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     """Check the model, ask `plan`'s verdict and prove the model before the weights are fetched, as `finetune` does."""
-    from roundpipe_cli.cli.finetune import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.cli.training import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.train.preflight import check_base, found_config, prove_unfetched
     from roundpipe_cli.train.signals import Start
 

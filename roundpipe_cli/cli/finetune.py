@@ -3,115 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundpipe_cli import torchrun
-from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
-from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
+from roundpipe_cli.cli.training import PAGE_NAME, check_environment, make_ready, write_page
+from roundpipe_cli.errors import DeviceLostError, RefusedError
 from roundpipe_cli.events import DeviceLost, Notice
-from roundpipe_cli.faults import load_faults
-from roundpipe_cli.files import write_named
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import counted, format_loss, format_seconds
 
 if TYPE_CHECKING:
-    from roundpipe_cli.costs.find_model import FoundConfig
     from roundpipe_cli.events import Event, Tell
-    from roundpipe_cli.planning.question import PlanRequest
-    from roundpipe_cli.recipe.load import LoadedRecipe
-
-
-# Environment variables that a run reads; impossible values are refused before anything starts. No torch.
-
-YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
-"""As huggingface_hub reads them; it takes anything else for no."""
-SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-
-
-def check_environment(recipe: Recipe) -> torchrun.Process:
-    """This process' place in the run, when all variables make sense.
-
-    Raises:
-        RefusedError: one does not, or the recipe asks for what several processes cannot share.
-    """
-    for name in SWITCHES:
-        value = os.environ.get(name, "")
-        if value.strip().upper() not in (*YES, *NO):
-            raise RefusedError(
-                "an environment variable is neither yes nor no, and the hub would be asked",
-                where=name,
-                found=repr(value),
-                expected="1 or 0",
-                hint=f"export {name}=1",
-            )
-        if not value.strip():
-            os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
-    cache_folder("data")  # refuses a path that cannot be one
-    load_faults()
-    process = torchrun.this_process()
-    if process.num_local > 1 and recipe.pipeline.devices == "auto":
-        raise RefusedError(
-            "several processes on one machine would each take all of its devices",
-            where="LOCAL_WORLD_SIZE",
-            found=f"{process.num_local} processes on this machine, pipeline.devices: auto",
-            expected="one process on each machine: it drives all of the machine's devices",
-            hint="torchrun --nproc-per-node 1, or roundpipe without torchrun; else name pipeline.devices",
-        )
-    if process.count > 1:
-        _refuse_unshareable(recipe, process.count)
-        torchrun.require_address()
-    if notice := torchrun.launched_without_ranks():
-        say(f"note: {notice}")
-    return process
-
-
-def _refuse_unshareable(recipe: Recipe, count: int) -> None:
-    alone = (
-        ("objective", recipe.objective, "sft"),
-        ("on_oom", recipe.on_oom, "stop"),
-        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
-    )
-    for key, value, only in alone:
-        if value != only:
-            found, expected = str(value).lower(), str(only).lower()
-            raise RefusedError(f"{key}: not with several machines", found=found, expected=expected)
-    if recipe.microbatches_per_step < count:
-        raise RefusedError(
-            "gradient_accumulation_steps: fewer microbatches in a step than machines",
-            found=f"{recipe.microbatches_per_step} microbatches, {count} machines",
-            expected="at least one for each; several for each of its devices",
-        )
 
 
 # The end of a run: its figures, predicted against measured, and what to do with the result.
 
 
-def show_end(output_dir: Path) -> None:
+def show_end(output_dir: Path, tell: Tell) -> None:
     """Say how a finished run went and which commands come next, and write its page."""
-    from roundpipe_cli.dashboard.html import comparison_lines, read_report, report_page
+    from roundpipe_cli.dashboard.html import comparison_lines, read_report
 
-    page = output_dir / "report.html"
+    page = output_dir / PAGE_NAME
     finished = output_dir / "report.json"
     if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
         return  # the run was finished already
     report = read_report(output_dir)
     for text in filter(None, [summary(report), "\n".join(comparison_lines(report))]):
         say(text)
-    try:
-        write_named(page, report_page(output_dir))
-    except RoundpipeError as error:  # the result itself is complete
-        say(f"note: no report.html: {error}")
+    write_page(output_dir, tell)
     if report:
         say(next_commands(output_dir, report))
 
@@ -152,7 +80,7 @@ def next_commands(output_dir: Path, report: Mapping[str, Any]) -> str:
     export = f"export {folder} --to {shlex.quote(f'{output_dir}-exported')}"
     if report.get("method") == "lora":
         export = f"export {folder} --merge --to {merged}"
-    page = shlex.quote(str(output_dir / "report.html"))
+    page = shlex.quote(str(output_dir / PAGE_NAME))
     rows = (f'roundpipe generate {folder} "your question"', f"roundpipe {export}", f"xdg-open {page}")
     return "\n".join(["next:", *(f"  {row}" for row in rows)])
 
@@ -210,60 +138,24 @@ def finetune(
             say(f"note: {text}")
         if nodes is not None:
             nodes.meet(loaded.recipe)
-        from roundpipe_cli.train.signals import Reporting, Start
+        from roundpipe_cli.cli.display import Display, training_keys
+        from roundpipe_cli.cli.lines import LinePrinter
+        from roundpipe_cli.train.signals import Start
 
         lost_at = os.environ.get(LOST_AT_VARIABLE, "")
         start = Start(resume, offline, allow_changed or (), allow_other_base, lost_at)
-        if is_first:
-            from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
-
-            refuse_if_held(named_path(loaded.recipe.output_dir))
-            if torchrun.was_restarted():
-                from roundpipe_cli.train.preflight import as_restarted
-
-                loaded, start = as_restarted(loaded, start)
-            refuse_wrong_start(loaded.recipe, resume=start.resume)
-        else:  # the first machine alone looks at the output directory
-            loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
-            start = replace(start, resume=False)
-        from roundpipe_cli.cli.display import Display, training_keys
-        from roundpipe_cli.cli.export import make_repository, push_result
-        from roundpipe_cli.cli.lines import LinePrinter
-        from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
-        from roundpipe_cli.train.monitor.trackers import require_trackers
-        from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
-
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
-        if is_first:
-            require_trackers(loaded.recipe.report_to)
-        source = check_sources(loaded, start, plain)
-        asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
-        refuse_too_large(asked)
-        if asked is not None:
-            loaded = asked.given
-        if is_first and loaded.recipe.hub_model_id is not None:
-            make_repository(loaded.recipe.hub_model_id, offline=offline)
-        if is_first:
-            say("loading torch and transformers ...")
-        quiet_libraries()
-        source = fetch_model(loaded, start, plain, source)
-        from roundpipe_cli.train.finetune import run_finetune as train
-
-        output_dir = named_path(loaded.recipe.output_dir)
+        ready = make_ready(loaded, start, plain)
+        output_dir = named_path(ready.loaded.recipe.output_dir)
         has_screen = is_first and not (no_dashboard or json_)
         with Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir) as display:
             signals.announce = display.announce
-            planned = None if asked is None else functools.partial(planned_bytes, asked)
-            refused = None if asked is None else functools.partial(reason_against, asked)
-            reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned, refused=refused)
             if nodes is not None and is_first:
                 nodes.say = lambda text: display(Notice(text))
-            train(loaded, start, reporting, signals, source=source, asked=asked, nodes=nodes)
+            ready.train(display, signals, live=display.is_dashboard, trace=trace, nodes=nodes)
         if is_first:
-            show_end(output_dir)
-            if loaded.recipe.hub_model_id is not None:
-                say(f"uploading the result to {loaded.recipe.hub_model_id} ...")
-                say(f"uploaded to {push_result(output_dir, loaded.recipe.hub_model_id)}")
+            show_end(output_dir, plain)
+            ready.upload(plain)
 
 
 LOST_AT_VARIABLE = "ROUNDPIPE_LOST_AT"
@@ -321,27 +213,3 @@ def _silent(event: Event) -> None:
     """The events of other machines than the first one: a lost device is each one's own affair."""
     if isinstance(event, DeviceLost):
         say(f"machine {torchrun.this_process().rank + 1}: {event.text}")
-
-
-def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:
-    """The planner's question on the GPUs that `plan` uses, with a notice of those left out; None where `plan` has no
-    figures for the model."""
-    from roundpipe_cli.planning.question import ask
-    from roundpipe_cli.planning.run_plan import leave_small_cards
-
-    asked = None
-    with contextlib.suppress(RefusedError):
-        asked = ask(loaded, here=True, found=found)
-        asked, text = leave_small_cards(asked)
-        if text is not None:
-            tell(Notice(text))
-    return asked
-
-
-def refuse_too_large(asked: PlanRequest | None) -> None:
-    """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
-    from roundpipe_cli.planning.run_plan import check_fits
-
-    if asked is not None:
-        with contextlib.suppress(RefusedError):
-            check_fits(asked)

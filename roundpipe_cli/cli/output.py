@@ -214,37 +214,40 @@ def run_command(command: Callable[[], Any]) -> int:
     """Run a command; returns its exit code. Errors for the reader are shown without a traceback, our own bugs with."""
     try:
         command()
-    except RoundpipeError as error:
-        if error.exit_code == 1 and error.__cause__ is not None and os.environ.get(DEBUG_VARIABLE):
-            say("".join(traceback.format_exception(error.__cause__)).rstrip())
-        show_error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         say("stopped by SIGINT")
         return 130
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        if _out_of_memory(error):
-            say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
-            return ResourceError.exit_code
-        # Rust and C++ libraries say only in their messages that a limit on threads and processes was reached
-        if any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN))):
-            what = "the system lets this user start no more threads or processes"
-            show_error(ResourceError(what, found=str(error), hint="raise the limit: `ulimit -u`, or the container's"))
-            return ResourceError.exit_code
-        if os.environ.get(DEBUG_VARIABLE):
-            say("".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename is None:
             _lost.append(error)  # a table, of which rich does not catch it
         else:
-            show_error(_bug(error))
-            return InternalError.exit_code
+            ours = explained(error)
+            if ours.exit_code == 1 and ours.__cause__ is not None and os.environ.get(DEBUG_VARIABLE):
+                say("".join(traceback.format_exception(ours.__cause__)).rstrip())
+            show_error(ours)
+            return ours.exit_code
     if _lost:
         found = _lost.pop().strerror
         show_error(ResourceError("the output could not be written whole", where="stdout", found=found))
         return ResourceError.exit_code
     return 0
+
+
+def explained(error: BaseException) -> RoundpipeError:
+    """The error for the reader of whatever ended a command: itself if it is one of ours, a lack of memory or threads,
+    or a bug of ours."""
+    if isinstance(error, RoundpipeError):
+        return error
+    if _out_of_memory(error):
+        hint = "`roundpipe plan` says what a recipe needs"
+        return ResourceError("out of host memory", found=str(error), hint=hint)
+    # Rust and C++ libraries say only in their messages that a limit on threads and processes was reached
+    if any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN))):
+        what = "the system lets this user start no more threads or processes"
+        return ResourceError(what, found=str(error), hint="raise the limit: `ulimit -u`, or the container's")
+    return _bug(error)
 
 
 def _out_of_memory(error: BaseException) -> bool:

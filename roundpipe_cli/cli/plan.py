@@ -335,9 +335,6 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     say(f"planning {recipe} ...")
-    from roundpipe_cli.planning.answers import Answers
-    from roundpipe_cli.planning.predict import make_plan
-    from roundpipe_cli.planning.solve import remedies
     from roundpipe_cli.planning.solve import solve as solve_plan
     from roundpipe_cli.recipe.load import load_recipe_or_model
     from roundpipe_cli.watchdog import watching
@@ -352,12 +349,10 @@ def plan(
     loaded = load_recipe_or_model(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
-    answers = Answers()
     with watching(loaded.recipe.watchdog_s):
-        answer = make_plan(loaded, hardware, build_counts, answers)
-        found = remedies(answer)
+        answer, found, damages = plan_with_remedies(loaded, hardware)
         solution = solve_plan(answer) if solve else None
-    for damage in answers.damage:
+    for damage in damages:
         say(f"notice: {damage}")
     if svg is not None:
         from roundpipe_cli.cli.follow import write_plan_picture
@@ -370,6 +365,17 @@ def plan(
             say_data(line, colours=VERDICTS)
     if check and not answer.verdict.fits:
         raise typer.Exit(ResourceError.exit_code)
+
+
+def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan, Sequence[Change], Sequence[str]]:
+    """The plan, changes that make it fit or fast, and notices of remembered answers that are damaged."""
+    from roundpipe_cli.planning.answers import Answers
+    from roundpipe_cli.planning.predict import make_plan
+    from roundpipe_cli.planning.solve import remedies
+
+    answers = Answers()
+    answer = make_plan(loaded, hardware, build_counts, answers)
+    return answer, remedies(answer), answers.damage
 
 
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Engine:
         capabilities = [backend.capability for backend in backends]
         missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
-        self._loss_in_place = missing is None and all_run_ours(capabilities)
+        self._loss_in_place = missing is None and options.own_loss is None and all_run_ours(capabilities)
         """Whether the loss is our kernel's, on all workers alike."""
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
@@ -299,7 +299,9 @@ class Engine:
             prepared=self._programs[id(schedule)],
             microbatches=states,
             num_units=num_units,
-            loss=HeadLoss(scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place),
+            loss=HeadLoss(
+                *(scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place, options.own_loss)
+            ),
             dropout_seed=options.seed,
             seeds_blocks=self._seeds_blocks,
             progress=progress,

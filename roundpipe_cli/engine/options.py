@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.model.fused import FusedOps
+from roundpipe_cli.model.head import TokenLoss
 
 OnGradient = Callable[[int, Callable[[], float]], None]
 
@@ -39,6 +40,8 @@ class EngineOptions:
     """Modules that compute by fused operators, from `find_fused_ops`; None: all use their own code, experts too."""
     label_smoothing: float = 0.0
     """Label smoothing of the training loss; scores are without it."""
+    own_loss: TokenLoss | None = None
+    """Training loss in place of cross entropy, called by the workers' threads; scores are without it."""
     recompute: str = "stage"
     """`stage` (activations of one stage and microbatch at a time) or `layer` (of one layer)."""
     unread: Mapping[int, Sequence[str]] | None = None

@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe_cli.choices import IGNORED_LABEL
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
 from roundpipe_cli.model.pair_loss import Preference, pair_loss, sequence_sums
 from roundpipe_cli.model.taps import GradientTaps, before_views
 
 Logits = Callable[[torch.Tensor, int], torch.Tensor]
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Loss of a program's own: float32 logits [N, V], targets int64 [N] -> the sum of the targets' losses, 0-dim."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class HeadLoss:
     """Label smoothing, see `chunk_loss`."""
     in_place: bool = False
     """Write gradients over the logits, by one kernel (`kernels/cross_entropy.py`)."""
+    own: TokenLoss | None = None
+    """In place of cross entropy; neither smoothed nor in place."""
 
 
 @dataclass
@@ -82,6 +87,28 @@ def chunk_loss(
     return _loss_of(parts, label_smoothing), gradient
 
 
+def own_loss(logits: torch.Tensor, targets: torch.Tensor, own: TokenLoss) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum that `own` makes of one chunk, 0-dim float64, and its float32 gradient, by autograd.
+
+    Raises:
+        RefusedError: it returns something else than a sum that depends on the logits.
+    """
+    values = logits.detach().float().requires_grad_()
+    with torch.enable_grad():
+        total: Any = own(values, targets)
+    if not isinstance(total, torch.Tensor) or total.dim() or not total.requires_grad:
+        is_tensor = isinstance(total, torch.Tensor)
+        shape = f"a tensor {list(total.shape)}, requires_grad {total.requires_grad}" if is_tensor else repr(total)
+        raise RefusedError(
+            "the loss function does not return what can be differentiated",
+            where=getattr(own, "__qualname__", None),
+            found=shape,
+            expected="the sum of the targets' losses, a tensor without dimensions that was computed from the logits",
+        )
+    (gradient,) = torch.autograd.grad(total, values)
+    return total.detach().double(), gradient
+
+
 def _loss_of(parts: torch.Tensor, smoothing: float) -> torch.Tensor:
     """The sum of losses, from the parts of `cross_entropy_`."""
     loss_sum = parts[0].sum()
@@ -95,6 +122,9 @@ def _scaled_loss(
 
     In place it lies over logits that no graph reads.
     """
+    if loss.own is not None:
+        loss_sum, gradient = own_loss(logits, targets, loss.own)
+        return loss_sum, (gradient * loss.gradient_scale).to(logits.dtype)  # which may be a view of one value
     if not loss.in_place:
         loss_sum, gradient = chunk_loss(logits, targets, loss.label_smoothing)
         gradient = gradient if factors is None else gradient.mul_(factors)

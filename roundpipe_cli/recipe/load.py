@@ -590,13 +590,13 @@ def load_recipe_or_model(name: str, overrides: Sequence[str] = ()) -> LoadedReci
     return _load(text.encode(), Path(f"{name.rpartition('/')[2]}.yaml"), [notice], overrides)
 
 
-def load_text(text: str, name: str) -> LoadedRecipe:
-    """The same for a recipe that is not in a file yet; `name` is the file's name to be.
+def load_text(text: str, name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """`load_recipe` for a recipe that is in no file; `name` is its name in messages, or the file's to be.
 
     Raises:
         RecipeError: one or more mistakes.
     """
-    return _load(text.encode(), Path(name), [], ())
+    return _load(text.encode(errors="surrogatepass"), Path(name), [], overrides)
 
 
 def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) -> LoadedRecipe:

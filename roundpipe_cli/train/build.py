@@ -68,6 +68,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             mlp_chunk_tokens=chunks,
             fused=setup.fused,
             label_smoothing=recipe.label_smoothing_factor,
+            own_loss=setup.loss,
             recompute=recipe.pipeline.recompute,
             unread=unread if skip else None,
             attends_in_rows=attends_in_rows,
@@ -179,7 +180,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    in_place = setup.fused is not None and why_no_triton() is None and not recipe.trains_pairs
+    in_place = setup.fused is not None and setup.loss is None and why_no_triton() is None and not recipe.trains_pairs
     in_place = in_place and "cpu" not in setup.devices and all_run_ours(map(cuda.nvidia_capability, setup.devices))
     head = head_bytes(
         form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size, in_place=in_place

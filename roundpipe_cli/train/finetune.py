@@ -42,7 +42,7 @@ from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.prepare.trainable import start_folder
-from roundpipe_cli.train.signals import Reporting, Start, StopSignals
+from roundpipe_cli.train.signals import Reporting, Start, StopSignals, loss_name
 from roundpipe_cli.watchdog import watching
 
 
@@ -86,7 +86,7 @@ def run_finetune(
             if not list_checkpoints(output_dir):
                 raise no_checkpoint(output_dir, f"a result without {', '.join(missing)}, and nothing named step-*")
         finished = nodes.from_first(held.state is RunState.FINISHED and not missing)
-        if nodes.from_first(finished and not may_ask_for_more(output_dir, loaded)):
+        if nodes.from_first(finished and not may_ask_for_more(output_dir, loaded, start.loss)):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return
         checkpoint = None
@@ -117,6 +117,10 @@ def run_finetune(
                 smallest=lambda tokens: -nodes.most([-tokens])[0],
                 elsewhere=partial(machines.share_out, recipe, tell),
             )
+            if start.loss is not None:
+                setup.loss = start.loss
+                scored = ", which evaluations do not use: theirs is cross entropy" if setup.eval_rows else ""
+                tell(Notice(f"loss: {loss_name(start.loss)}, of this program{scored}"))
             nodes.check_same(lambda: setup_facts(setup))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)

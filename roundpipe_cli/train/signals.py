@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Say, Tell
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
+
+if TYPE_CHECKING:
+    from roundpipe_cli.model.head import TokenLoss
 
 AGAIN_S = 0.01
 """Time after which a stop that Python ignored is tried again."""
@@ -70,6 +73,10 @@ class StopSignals:
         stop = None if error is None else self._stop  # compiled code that meets a stop may make another error of it
         if stop is not None:
             raise stop.stopped from (None if error is stop else error)
+        self.set_free()
+
+    def set_free(self) -> None:
+        """Let signals do what they did before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -143,6 +150,13 @@ class Start:
     """The adapter of `lora.start_from` may have been trained on another base model."""
     lost_at: str = ""
     """Where a device was lost for which this run was started again."""
+    loss: TokenLoss | None = None
+    """A program's own training loss; None: cross entropy."""
+
+
+def loss_name(loss: TokenLoss | None) -> str | None:
+    """The name by which a checkpoint knows a program's own loss; None for cross entropy."""
+    return None if loss is None else f"{loss.__module__}.{loss.__qualname__}"
 
 
 @dataclass(frozen=True)

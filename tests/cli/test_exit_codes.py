@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE
-from roundpipe_cli.cli.finetune import check_environment
 from roundpipe_cli.cli.output import run_command
+from roundpipe_cli.cli.training import check_environment
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.torchrun import Process, launched_without_ranks, this_process

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roundpipe_cli.cli.finetune import refuse_too_large
 from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.cli.training import refuse_too_large
 from roundpipe_cli.costs.exact_counts import is_counted_exactly
 from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, parse_config
 from roundpipe_cli.errors import RecipeError, RefusedError

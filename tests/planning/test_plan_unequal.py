@@ -9,8 +9,8 @@ import pytest
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.bench_schedules import as_planned, request_of
-from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
 from roundpipe_cli.cli.plan import plan_text
+from roundpipe_cli.cli.training import ask_on_cards_worth_using
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, usable_device_bytes

@@ -28,7 +28,7 @@ import pytest
 import yaml
 
 from roundpipe_cli.cache import CACHE_VARIABLE
-from roundpipe_cli.cli.finetune import SWITCHES
+from roundpipe_cli.cli.training import SWITCHES
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.model.files.source import ModelSource
 from tests.support.tiny import tiny_config

@@ -15,6 +15,7 @@ import torch
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
+from roundpipe_cli.model.head import TokenLoss
 from roundpipe_cli.recipe.aliases import REMOVED, was_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -26,6 +27,7 @@ from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_ch
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.signals import loss_name
 
 FREE_KEYS = (
     *("output_dir", "pipeline", "nodes", "hardware", "weights", "report_to", "hub_model_id", "resume_from_checkpoint"),
@@ -109,6 +111,7 @@ def run_state(setup: Setup) -> dict[str, Any]:
         "config_hash": setup.config_hash,
         "start_hash": setup.start_hash,
         "fused": fused_counts(setup.fused),
+        "loss": loss_name(setup.loss),
         "computed_by": _computed_by(setup),
     }
 
@@ -144,12 +147,14 @@ def as_decided(loaded: LoadedRecipe, saved: Mapping[str, Any]) -> LoadedRecipe:
     return replace(loaded, recipe=replace(loaded.recipe, **found))
 
 
-def may_ask_for_more(output_dir: Path, loaded: LoadedRecipe) -> bool:
+def may_ask_for_more(output_dir: Path, loaded: LoadedRecipe, loss: TokenLoss | None = None) -> bool:
     """Whether there may be something to do for the finished run in `output_dir`: the recipe has more steps, names the
-    checkpoint to go back to, or is another one, which is refused. A look at small files only."""
+    checkpoint to go back to, or is another one or has another loss, which is refused. A look at small files only."""
     if named_checkpoint(loaded.recipe) is not None:
         return True
     metas = [peek(folder) for _, folder in list_checkpoints(output_dir)]
+    if any(meta.get("loss") != loss_name(loss) for meta in metas if meta):
+        return True
     old: Any = next((meta["recipe"] for meta in metas if meta and isinstance(meta.get("recipe"), dict)), None)
     if old is None:
         try:
@@ -274,6 +279,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         ("model (files)", "model_hash", setup.model_hash),
         ("model (config.json)", "config_hash", setup.config_hash),
         ("lora.start_from (files)", "start_hash", setup.start_hash),
+        ("loss (function)", "loss", loss_name(setup.loss)),
         ("kernels (fused modules)", "fused", fused_counts(setup.fused)),
     ):
         is_implied = name == "fused" and any(changed == "kernels" for changed, _, _ in changes)

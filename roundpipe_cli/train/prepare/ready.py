@@ -21,6 +21,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.fused import FusedOps
+from roundpipe_cli.model.head import TokenLoss
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.base_files import BaseFiles
@@ -59,6 +60,8 @@ class Setup:
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage."""
+    loss: TokenLoss | None = None
+    """A program's own training loss; None: cross entropy."""
 
     @property
     def head_chunk_tokens(self) -> int:

@@ -1,0 +1,206 @@
+"""Training what a recipe says, for the command and for programs: checks before torch is loaded, the run, the upload."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roundpipe_cli import torchrun
+from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.cli.output import quiet_libraries, say
+from roundpipe_cli.errors import RefusedError, RoundpipeError
+from roundpipe_cli.events import Notice, Phase
+from roundpipe_cli.faults import load_faults
+from roundpipe_cli.files import write_named
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.regular_files import named_path
+
+if TYPE_CHECKING:
+    from roundpipe_cli.costs.find_model import FoundConfig
+    from roundpipe_cli.events import Tell
+    from roundpipe_cli.model.files.source import ModelSource
+    from roundpipe_cli.planning.question import PlanRequest
+    from roundpipe_cli.recipe.load import LoadedRecipe
+    from roundpipe_cli.train.nodes.group import Nodes
+    from roundpipe_cli.train.signals import Start, StopSignals
+
+# Environment variables that a run reads; impossible values are refused before anything starts. No torch.
+
+YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
+"""As huggingface_hub reads them; it takes anything else for no."""
+SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def check_environment(recipe: Recipe) -> torchrun.Process:
+    """This process' place in the run, when all variables make sense.
+
+    Raises:
+        RefusedError: one does not, or the recipe asks for what several processes cannot share.
+    """
+    for name in SWITCHES:
+        value = os.environ.get(name, "")
+        if value.strip().upper() not in (*YES, *NO):
+            raise RefusedError(
+                "an environment variable is neither yes nor no, and the hub would be asked",
+                where=name,
+                found=repr(value),
+                expected="1 or 0",
+                hint=f"export {name}=1",
+            )
+        if not value.strip():
+            os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
+    cache_folder("data")  # refuses a path that cannot be one
+    load_faults()
+    process = torchrun.this_process()
+    if process.num_local > 1 and recipe.pipeline.devices == "auto":
+        raise RefusedError(
+            "several processes on one machine would each take all of its devices",
+            where="LOCAL_WORLD_SIZE",
+            found=f"{process.num_local} processes on this machine, pipeline.devices: auto",
+            expected="one process on each machine: it drives all of the machine's devices",
+            hint="torchrun --nproc-per-node 1, or roundpipe without torchrun; else name pipeline.devices",
+        )
+    if process.count > 1:
+        _refuse_unshareable(recipe, process.count)
+        torchrun.require_address()
+    if notice := torchrun.launched_without_ranks():
+        say(f"note: {notice}")
+    return process
+
+
+def _refuse_unshareable(recipe: Recipe, count: int) -> None:
+    alone = (
+        ("objective", recipe.objective, "sft"),
+        ("on_oom", recipe.on_oom, "stop"),
+        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
+    )
+    for key, value, only in alone:
+        if value != only:
+            found, expected = str(value).lower(), str(only).lower()
+            raise RefusedError(f"{key}: not with several machines", found=found, expected=expected)
+    if recipe.microbatches_per_step < count:
+        raise RefusedError(
+            "gradient_accumulation_steps: fewer microbatches in a step than machines",
+            found=f"{recipe.microbatches_per_step} microbatches, {count} machines",
+            expected="at least one for each; several for each of its devices",
+        )
+
+
+def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:
+    """The planner's question on the GPUs that `plan` uses, with a notice of those left out; None where `plan` has no
+    figures for the model."""
+    from roundpipe_cli.planning.question import ask
+    from roundpipe_cli.planning.run_plan import leave_small_cards
+
+    asked = None
+    with contextlib.suppress(RefusedError):
+        asked = ask(loaded, here=True, found=found)
+        asked, text = leave_small_cards(asked)
+        if text is not None:
+            tell(Notice(text))
+    return asked
+
+
+def refuse_too_large(asked: PlanRequest | None) -> None:
+    """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
+    from roundpipe_cli.planning.run_plan import check_fits
+
+    if asked is not None:
+        with contextlib.suppress(RefusedError):
+            check_fits(asked)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A recipe that passed every check without torch, and its model."""
+
+    loaded: LoadedRecipe
+    """On the devices that `plan` uses."""
+    start: Start
+    source: ModelSource
+    asked: PlanRequest | None
+    """The planner's question; None where it has no figures for the model."""
+
+    def train(
+        self,
+        tell: Tell,
+        signals: StopSignals,
+        *,
+        live: bool = False,
+        trace: bool = False,
+        nodes: Nodes | None = None,
+    ) -> None:
+        """Train into the output directory; see `run_finetune`. `live`, `trace`: see `Reporting`."""
+        from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
+        from roundpipe_cli.train.finetune import run_finetune
+        from roundpipe_cli.train.signals import Reporting
+
+        asked = self.asked
+        planned = None if asked is None else partial(planned_bytes, asked)
+        refused = None if asked is None else partial(reason_against, asked)
+        reporting = Reporting(tell, live=live, trace=trace, planned=planned, refused=refused)
+        run_finetune(self.loaded, self.start, reporting, signals, source=self.source, asked=asked, nodes=nodes)
+
+    def upload(self, tell: Tell) -> None:
+        """Upload the result, if the recipe asks for it."""
+        recipe = self.loaded.recipe
+        if recipe.hub_model_id is not None:
+            from roundpipe_cli.cli.export import push_result
+
+            tell(Phase(f"uploading the result to {recipe.hub_model_id}"))
+            tell(Notice(f"uploaded to {push_result(named_path(recipe.output_dir), recipe.hub_model_id)}"))
+
+
+def make_ready(loaded: LoadedRecipe, start: Start, tell: Tell) -> Ready:
+    """Check all that can be checked without torch, then load it, and fetch the model.
+
+    Raises:
+        RoundpipeError: with the documented exit code.
+    """
+    is_first = torchrun.this_process().is_first
+    if is_first:
+        from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
+
+        refuse_if_held(named_path(loaded.recipe.output_dir))
+        if torchrun.was_restarted():
+            from roundpipe_cli.train.preflight import as_restarted
+
+            loaded, start = as_restarted(loaded, start)
+        refuse_wrong_start(loaded.recipe, resume=start.resume)
+    else:  # the first machine alone looks at the output directory
+        loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
+        start = replace(start, resume=False)
+    from roundpipe_cli.train.monitor.trackers import require_trackers
+    from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
+
+    if is_first:
+        require_trackers(loaded.recipe.report_to)
+    source = check_sources(loaded, start, tell)
+    asked = ask_on_cards_worth_using(loaded, tell, found_config(source))
+    refuse_too_large(asked)
+    if asked is not None:
+        loaded = asked.given
+    if is_first and loaded.recipe.hub_model_id is not None:
+        from roundpipe_cli.cli.export import make_repository
+
+        make_repository(loaded.recipe.hub_model_id, offline=start.offline)
+    tell(Phase("loading torch and transformers"))
+    quiet_libraries()
+    return Ready(loaded, start, fetch_model(loaded, start, tell, source), asked)
+
+
+PAGE_NAME = "report.html"
+
+
+def write_page(output_dir: Path, tell: Tell) -> None:
+    """Write a finished run's page, if the disk takes it: the result itself is complete."""
+    from roundpipe_cli.dashboard.html import report_page
+
+    try:
+        write_named(output_dir / PAGE_NAME, report_page(output_dir))
+    except RoundpipeError as error:
+        tell(Notice(f"no {PAGE_NAME}: {error}"))
