@@ -51,7 +51,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """While the body runs, in the main thread, `interrupt` can end it. May be nested."""
+    """While the body runs, in the main thread, `interrupt` can end it; in another one nothing can. May be nested."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if _due:

@@ -127,7 +127,7 @@ def finetune(
 ) -> FinetuneResult:
     """Train what a recipe says, as `roundpipe finetune` does; returns when the run is finished.
 
-    In the main thread SIGINT, SIGTERM and SIGHUP end the run at a step border with a checkpoint, as StoppedError.
+    Only in the main thread. SIGINT, SIGTERM and SIGHUP end the run at a step border with a checkpoint, as StoppedError.
 
     Args:
         overrides: values by key: `{"lora.r": 32}`.
@@ -228,14 +228,14 @@ def _our_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[StopSignals]:
-    """Signals as the command heeds them, in the main thread; then as before."""
+    """Signals as the command heeds them; then as before."""
     from roundpipe_cli.train.signals import StopSignals
 
+    if threading.current_thread() is not threading.main_thread():
+        hint = "a program of its own, or another process, has one"
+        raise RefusedError("finetune: only in the main thread, where signals and the watchdog reach it", hint=hint)
     signals = StopSignals()
     signals.announce = say_at_once
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
     try:
         with signals:
             yield signals

@@ -87,6 +87,11 @@ def chunk_loss(
     return _loss_of(parts, label_smoothing), gradient
 
 
+def loss_name(loss: TokenLoss | None) -> str | None:
+    """The name by which a checkpoint knows a program's own loss; None for cross entropy."""
+    return None if loss is None else f"{loss.__module__}.{loss.__qualname__}"
+
+
 def own_loss(logits: torch.Tensor, targets: torch.Tensor, own: TokenLoss) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum that `own` makes of one chunk, 0-dim float64, and its float32 gradient, by autograd.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from roundpipe_cli.events import Notice, run_clock, tell_notices
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
+from roundpipe_cli.model.head import loss_name
 from roundpipe_cli.model.trained_on import check_trained_on
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
@@ -42,7 +43,7 @@ from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.prepare.trainable import start_folder
-from roundpipe_cli.train.signals import Reporting, Start, StopSignals, loss_name
+from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from roundpipe_cli.watchdog import watching
 
 

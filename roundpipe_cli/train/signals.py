@@ -154,11 +154,6 @@ class Start:
     """A program's own training loss; None: cross entropy."""
 
 
-def loss_name(loss: TokenLoss | None) -> str | None:
-    """The name by which a checkpoint knows a program's own loss; None for cross entropy."""
-    return None if loss is None else f"{loss.__module__}.{loss.__qualname__}"
-
-
 @dataclass(frozen=True)
 class Reporting:
     """Reports of a run while it lasts, and files beside its result."""

@@ -15,7 +15,7 @@ import torch
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
-from roundpipe_cli.model.head import TokenLoss
+from roundpipe_cli.model.head import TokenLoss, loss_name
 from roundpipe_cli.recipe.aliases import REMOVED, was_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -27,7 +27,6 @@ from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_ch
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.signals import loss_name
 
 FREE_KEYS = (
     *("output_dir", "pipeline", "nodes", "hardware", "weights", "report_to", "hub_model_id", "resume_from_checkpoint"),
