@@ -14,7 +14,7 @@ import typer
 
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
-from roundpipe_cli.cli.training import PAGE_NAME, check_environment, make_ready, write_page
+from roundpipe_cli.cli.training import PAGE_NAME, check_environment, train_recipe, upload, write_page
 from roundpipe_cli.errors import DeviceLostError, RefusedError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.recipe.schema import Recipe
@@ -145,17 +145,19 @@ def finetune(
         lost_at = os.environ.get(LOST_AT_VARIABLE, "")
         start = Start(resume, offline, allow_changed or (), allow_other_base, lost_at)
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
-        ready = make_ready(loaded, start, plain)
-        output_dir = named_path(ready.loaded.recipe.output_dir)
-        has_screen = is_first and not (no_dashboard or json_)
-        with Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir) as display:
+
+        def screen(output_dir: Path) -> Display:
+            has_screen = is_first and not (no_dashboard or json_)
+            display = Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir)
             signals.announce = display.announce
             if nodes is not None and is_first:
                 nodes.say = lambda text: display(Notice(text))
-            ready.train(display, signals, live=display.is_dashboard, trace=trace, nodes=nodes)
+            return display
+
+        output_dir = train_recipe(loaded, start, signals, plain, screen=screen, trace=trace, nodes=nodes)
         if is_first:
             show_end(output_dir, plain)
-            ready.upload(plain)
+            upload(loaded.recipe, plain)
 
 
 LOST_AT_VARIABLE = "ROUNDPIPE_LOST_AT"

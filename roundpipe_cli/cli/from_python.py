@@ -9,18 +9,18 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import explained, say, say_at_once
 from roundpipe_cli.cli.plan import plan_with_remedies, run_length
-from roundpipe_cli.cli.training import check_environment, make_ready, write_page
-from roundpipe_cli.errors import RefusedError, as_ours
+from roundpipe_cli.cli.training import check_environment, train_recipe, upload, write_page
+from roundpipe_cli.errors import RefusedError, RoundpipeError, as_ours
 from roundpipe_cli.events import Event, Notice, Tell, tell_notices
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
-from roundpipe_cli.regular_files import named_path
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import TokenLoss
@@ -145,22 +145,19 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import Start
 
-    with _our_errors(), _stopping() as signals, _private():
-        loaded, tell = _loaded(recipe, overrides, load_recipe), _tell(on_event)
+    with _as_the_command() as signals:
+        loaded, tell = _loaded(recipe, overrides, load_recipe), partial(_tell, on_event)
         if loss is not None:
             _refuse_loss(loaded.recipe, loss)
         if torchrun.this_process().count > 1:
-            raise RefusedError(
-                "several machines: not from Python", hint="torchrun ... -m roundpipe_cli finetune RECIPE"
-            )
+            raise RefusedError("several machines: not from Python", hint="torchrun -m roundpipe_cli finetune RECIPE")
         check_environment(loaded.recipe)
         listen(lambda text: tell(Notice(text)))
         tell_notices(tell, *loaded.notices)
-        ready = make_ready(loaded, Start(resume, allow_changed=allow_changed, loss=loss), tell)
-        ready.train(tell, signals)
-        output_dir = named_path(ready.loaded.recipe.output_dir)
+        start = Start(resume, allow_changed=allow_changed, loss=loss)
+        output_dir = train_recipe(loaded, start, signals, tell)
         write_page(output_dir, tell)
-        ready.upload(tell)
+        upload(loaded.recipe, tell)
         return _result(output_dir)
 
 
@@ -199,58 +196,41 @@ def _refuse_loss(recipe: Recipe, loss: TokenLoss) -> None:
         raise RefusedError("the loss is no function with a name", found=repr(loss), hint=hint)
 
 
-def _tell(on_event: Tell | None) -> Tell:
-    """The listener of a run."""
-
-    def tell(event: Event) -> None:
-        if on_event is None:
-            if isinstance(event, Notice) and not event.is_detail:
-                say(f"note: {event.text}")
-            return
+def _tell(on_event: Tell | None, event: Event) -> None:
+    if on_event is not None:
         try:
             on_event(event)
         except Exception as error:
             raise as_ours(error, "on_event", type(event).__name__) from error
-
-    return tell
+    elif isinstance(event, Notice) and not event.is_detail:
+        say(f"note: {event.text}")
 
 
 @contextlib.contextmanager
 def _our_errors() -> Iterator[None]:
     try:
         yield
+    except RoundpipeError:
+        raise
     except Exception as error:
-        ours = explained(error)
-        if ours is error:
-            raise
-        raise ours from error
+        raise explained(error) from error
 
 
 @contextlib.contextmanager
-def _stopping() -> Iterator[StopSignals]:
-    """Signals as the command heeds them; then as before."""
+def _as_the_command() -> Iterator[StopSignals]:
+    """Signals, rights of new files, errors and silence of libraries as the command has them; then as before."""
     from roundpipe_cli.train.signals import StopSignals
 
     if threading.current_thread() is not threading.main_thread():
         hint = "a program of its own, or another process, has one"
         raise RefusedError("finetune: only in the main thread, where signals and the watchdog reach it", hint=hint)
-    signals = StopSignals()
+    signals, umask = StopSignals(), keep_private()
     signals.announce = say_at_once
     try:
-        with signals:
+        with _our_errors(), signals, warnings.catch_warnings():
             yield signals
     finally:
         signals.set_free()
-
-
-@contextlib.contextmanager
-def _private() -> Iterator[None]:
-    """The command's rights of new files and silence of libraries; then the program's own."""
-    umask = keep_private()
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
         os.umask(umask)
 
 

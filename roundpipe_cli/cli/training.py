@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,9 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.regular_files import named_path
 
 if TYPE_CHECKING:
+    from roundpipe_cli.cli.display import Display
     from roundpipe_cli.costs.find_model import FoundConfig
     from roundpipe_cli.events import Tell
-    from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.planning.question import PlanRequest
     from roundpipe_cli.recipe.load import LoadedRecipe
     from roundpipe_cli.train.nodes.group import Nodes
@@ -114,49 +115,23 @@ def refuse_too_large(asked: PlanRequest | None) -> None:
             check_fits(asked)
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A recipe that passed every check without torch, and its model."""
+def train_recipe(
+    loaded: LoadedRecipe,
+    start: Start,
+    signals: StopSignals,
+    tell: Tell,
+    *,
+    screen: Callable[[Path], Display] | None = None,
+    trace: bool = False,
+    nodes: Nodes | None = None,
+) -> Path:
+    """Check all that can be checked without torch, then train into the output directory, which is returned.
 
-    loaded: LoadedRecipe
-    """On the devices that `plan` uses."""
-    start: Start
-    source: ModelSource
-    asked: PlanRequest | None
-    """The planner's question; None where it has no figures for the model."""
-
-    def train(
-        self,
-        tell: Tell,
-        signals: StopSignals,
-        *,
-        live: bool = False,
-        trace: bool = False,
-        nodes: Nodes | None = None,
-    ) -> None:
-        """Train into the output directory; see `run_finetune`. `live`, `trace`: see `Reporting`."""
-        from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
-        from roundpipe_cli.train.finetune import run_finetune
-        from roundpipe_cli.train.signals import Reporting
-
-        asked = self.asked
-        planned = None if asked is None else partial(planned_bytes, asked)
-        refused = None if asked is None else partial(reason_against, asked)
-        reporting = Reporting(tell, live=live, trace=trace, planned=planned, refused=refused)
-        run_finetune(self.loaded, self.start, reporting, signals, source=self.source, asked=asked, nodes=nodes)
-
-    def upload(self, tell: Tell) -> None:
-        """Upload the result, if the recipe asks for it."""
-        recipe = self.loaded.recipe
-        if recipe.hub_model_id is not None:
-            from roundpipe_cli.cli.export import push_result
-
-            tell(Phase(f"uploading the result to {recipe.hub_model_id}"))
-            tell(Notice(f"uploaded to {push_result(named_path(recipe.output_dir), recipe.hub_model_id)}"))
-
-
-def make_ready(loaded: LoadedRecipe, start: Start, tell: Tell) -> Ready:
-    """Check all that can be checked without torch, then load it, and fetch the model.
+    Args:
+        tell: called with events until there is a screen.
+        screen: opened when the workers are about to start, for the output directory.
+        trace: see `Reporting`.
+        nodes: see `run_finetune`.
 
     Raises:
         RoundpipeError: with the documented exit code.
@@ -174,23 +149,42 @@ def make_ready(loaded: LoadedRecipe, start: Start, tell: Tell) -> Ready:
     else:  # the first machine alone looks at the output directory
         loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
         start = replace(start, resume=False)
+    from roundpipe_cli.cli.export import make_repository
+    from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
     from roundpipe_cli.train.monitor.trackers import require_trackers
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
+    from roundpipe_cli.train.signals import Reporting
 
     if is_first:
         require_trackers(loaded.recipe.report_to)
     source = check_sources(loaded, start, tell)
     asked = ask_on_cards_worth_using(loaded, tell, found_config(source))
     refuse_too_large(asked)
-    if asked is not None:
-        loaded = asked.given
+    loaded = loaded if asked is None else asked.given
     if is_first and loaded.recipe.hub_model_id is not None:
-        from roundpipe_cli.cli.export import make_repository
-
         make_repository(loaded.recipe.hub_model_id, offline=start.offline)
     tell(Phase("loading torch and transformers"))
     quiet_libraries()
-    return Ready(loaded, start, fetch_model(loaded, start, tell, source), asked)
+    source = fetch_model(loaded, start, tell, source)
+    from roundpipe_cli.train.finetune import run_finetune
+
+    output_dir = named_path(loaded.recipe.output_dir)
+    planned = None if asked is None else partial(planned_bytes, asked)
+    refused = None if asked is None else partial(reason_against, asked)
+    with contextlib.nullcontext() if screen is None else screen(output_dir) as display:
+        live = display is not None and display.is_dashboard
+        reporting = Reporting(display or tell, live=live, trace=trace, planned=planned, refused=refused)
+        run_finetune(loaded, start, reporting, signals, source=source, asked=asked, nodes=nodes)
+    return output_dir
+
+
+def upload(recipe: Recipe, tell: Tell) -> None:
+    """Upload the result of a finished run, if its recipe asks for it."""
+    if recipe.hub_model_id is not None:
+        from roundpipe_cli.cli.export import push_result
+
+        tell(Phase(f"uploading the result to {recipe.hub_model_id}"))
+        tell(Notice(f"uploaded to {push_result(named_path(recipe.output_dir), recipe.hub_model_id)}"))
 
 
 PAGE_NAME = "report.html"
