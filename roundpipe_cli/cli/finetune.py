@@ -14,7 +14,7 @@ import typer
 
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
-from roundpipe_cli.cli.training import PAGE_NAME, check_environment, train_recipe, upload, write_page
+from roundpipe_cli.cli.training import PAGE_NAME, train_recipe, upload, write_page
 from roundpipe_cli.errors import DeviceLostError, RefusedError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.recipe.schema import Recipe
@@ -132,12 +132,10 @@ def finetune(
 
             nodes = stack.enter_context(Nodes(process.rank, process.count, say))
         loaded = load_recipe(recipe, overrides or ())
-        is_first = check_environment(loaded.recipe).is_first
+        is_first = process.is_first
         """Whether this is the first of the machines that torchrun started: the others only say what stops them."""
         for text in loaded.notices if is_first else ():
             say(f"note: {text}")
-        if nodes is not None:
-            nodes.meet(loaded.recipe)
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.train.signals import Start

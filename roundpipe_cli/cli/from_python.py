@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import explained, say, say_at_once
 from roundpipe_cli.cli.plan import plan_with_remedies, run_length
-from roundpipe_cli.cli.training import check_environment, train_recipe, upload, write_page
+from roundpipe_cli.cli.training import train_recipe, upload, write_page
 from roundpipe_cli.errors import RefusedError, RoundpipeError, as_ours
 from roundpipe_cli.events import Event, Notice, Tell, tell_notices
 from roundpipe_cli.files import keep_private
@@ -151,7 +151,6 @@ def finetune(
             _refuse_loss(loaded.recipe, loss)
         if torchrun.this_process().count > 1:
             raise RefusedError("several machines: not from Python", hint="torchrun -m roundpipe_cli finetune RECIPE")
-        check_environment(loaded.recipe)
         listen(lambda text: tell(Notice(text)))
         tell_notices(tell, *loaded.notices)
         start = Start(resume, allow_changed=allow_changed, loss=loss)

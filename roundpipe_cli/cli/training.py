@@ -136,7 +136,9 @@ def train_recipe(
     Raises:
         RoundpipeError: with the documented exit code.
     """
-    is_first = torchrun.this_process().is_first
+    is_first = check_environment(loaded.recipe).is_first
+    if nodes is not None:
+        nodes.meet(loaded.recipe)
     if is_first:
         from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
