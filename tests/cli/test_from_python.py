@@ -28,6 +28,7 @@ from tests.support.e2e import (
     assert_same_run,
     child_environment,
     forked,
+    launch,
     make_model,
     make_workspace,
     python,
@@ -292,12 +293,14 @@ def test_another_thread_may_plan_and_not_train(folder: Path) -> None:
     assert forked(_planned_in_a_thread).verdict == "FITS"
 
 
+def _quiet_program() -> None:
+    finetune("recipe.yaml", {"lora.rank": 4, "max_steps": 1})
+    sys.exit()
+
+
 def test_without_a_listener_notices_are_on_stderr_and_nothing_on_stdout(folder: Path) -> None:
-    code = "from roundpipe_cli import finetune\nfinetune('recipe.yaml', {'lora.rank': 4, 'max_steps': 1})"
-    done = python(code, folder)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    lines = done.stderr.splitlines()
-    assert lines and all(line.startswith("note: ") for line in lines) and "rank" in done.stderr
+    done = launch(folder, before=_quiet_program).finish().expect(0)
+    assert not done.out and all(line.startswith("note: ") for line in done.err.splitlines()) and "rank" in done.err
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
