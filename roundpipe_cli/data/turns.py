@@ -327,7 +327,7 @@ class WrittenTurns:
         if is_whole and not ends.next_mark_ends and kept.endswith(ends.specials):
             return end, self._stop_token(start, end)
         following = ends.next_special.match(self.laid.text, end, stop)
-        is_late = kept.endswith(ends.specials) and ends.end_run is not None and ends.end_run.search(tail or "")
+        is_late = ends.end_run is not None and ends.end_run.search(tail or "")
         if is_late and following is not None and following[1] != ends.end_of_question:
             return end, None  # the turn ends further on, behind what is not the model's
         if ends.next_mark_ends and [item["role"] for item in self.messages[index + 1 : index + 2]] == ["assistant"]:
