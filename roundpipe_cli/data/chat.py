@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import CALL_FORM_NOTES, CALL_FORMS, Conversation, Message, in_form, texts_in
@@ -33,7 +34,7 @@ from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import TokenSpan, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
-from roundpipe_cli.data.turns import TurnEnds, WrittenTurns, leaves_out
+from roundpipe_cli.data.turns import TurnEnds, WrittenTurns, leaves_out, thought_patterns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
 
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = "Placeholder0"
 """Words with which a template is tried."""
+THOUGHT = "Thought0"
+PART_OF_MARK = re.compile(r"\A[^<\[]*[>\]]")
+"""The end of a mark whose beginning is not in a text."""
 PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 LOOKS_SPECIAL = r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>"
 """Marks that are written as special tokens are, where a tokenizer does not know them."""
@@ -252,6 +256,7 @@ class ChatTemplate:
         alone = alone if gap.startswith(alone) or not is_prompt else alone.removesuffix(header.rstrip())
         run = self._specials_in_front.match(alone) if self._specials_in_front is not None else None
         one = "|".join(map(re.escape, sorted(self._specials_of(run[0] if run else ""), key=len, reverse=True)))
+        closes_thought, empty_thought = thought_patterns(*self._thought_marks(asked or "", prompt or ""))
         return TurnEnds(
             self._specials,
             next_special,
@@ -263,7 +268,29 @@ class ChatTemplate:
             prompt=prompt or None,
             closing=answered if end_of_turn is not None else None,
             always_prompts=is_prompt and bool(header.strip()),
+            closes_thought=closes_thought,
+            empty_thought=empty_thought,
         )
+
+    def _thought_marks(self, asked: str, prompt: str) -> tuple[str, str]:
+        """The marks around thoughts beside contents; empty where they cannot be told.
+
+        An answer with a thought has them, and but for templates that always write them, one without has not.
+
+        Args:
+            asked: the rest of the text behind a question.
+            prompt: that with the generation prompt.
+        """
+        texts = []
+        for thought in ({"reasoning_content": THOUGHT}, {}):
+            answer: Message = {"role": "assistant", "content": PLACEHOLDER, **thought}
+            said = self._try_render([{"role": "user", "content": PLACEHOLDER}, answer]) or ""
+            texts.append(said.rpartition(PLACEHOLDER)[0].rpartition(PLACEHOLDER)[2])
+        opens, _, closes = texts[0].rpartition(THOUGHT)
+        without = texts[1].removeprefix(asked)
+        shared = PART_OF_MARK.sub("", commonprefix([closes[::-1], without[::-1]])[::-1])
+        own = closes.removesuffix(shared)
+        return opens.removeprefix(prompt), own if own.strip() else closes
 
     def _behind_placeholder(self, messages: Sequence[Message]) -> str | None:
         text = self._try_render(messages) or ""

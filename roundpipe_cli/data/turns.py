@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
@@ -25,9 +26,7 @@ CLOSING = (
     r"<(?:\|?/[^<>\s]+|(?:[^<>\s]*[^<>\sa-zA-Z])?(?i:end)[^<>\s]*|\w+\|)>|\[/[^\[\]\s]+\]|\u25c1/[^\s\u25b7]+\u25b7"
 )
 """Marks that close: `</think>`, `[/THINK]`, `<|END_THINKING|>`, `<|end|>`, `<channel|>`."""
-CLOSES_THOUGHT = re.compile(rf"\s*(?:{CLOSING})?\s*")
 OPENS_THOUGHT = re.compile(rf"(?!{CLOSING})(?:<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\s\u25b7]+\u25b7)[^<>\[\]]*\Z")
-EMPTY_THOUGHT = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
 BLANKS = re.compile(r"\s*")
 NOT_KEPT = "(not kept by the chat template)"
 TEMPLATE_HINT = "`chat_template: FILE`"
@@ -56,6 +55,20 @@ class TurnEnds:
     """The text behind a question that the model is given, with the generation prompt; None: it cannot be told."""
     closing: str | None
     """The rest of a text behind an answer that it ends with; None: it cannot be told."""
+    closes_thought: re.Pattern[str]
+    """The mark that may stand behind a thought beside the content, with the blanks around it."""
+    empty_thought: re.Pattern[str]
+    """The marks of a thought around nothing."""
+
+
+def thought_patterns(opens: str = "", closes: str = "") -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """`TurnEnds.closes_thought` and `.empty_thought` where a template writes these marks around thoughts."""
+    marks = [re.escape(mark.strip()) for mark in (opens, closes)]
+    own = rf"|{marks[0]}\s*{marks[1]}" if marks[1] else ""
+    return (
+        re.compile(rf"\s*(?:{marks[1] + '|' if marks[1] else ''}{CLOSING})?\s*"),
+        re.compile(rf"\s*(?:(?:<think>)?\s*</think>{own})\s*"),
+    )
 
 
 def leaves_out(what: str, found: str, expected: str, hint: str = TEMPLATE_HINT) -> BadRowError:
@@ -87,7 +100,7 @@ class WrittenTurns:
         self._lay = lay
         self._ends = ends
         self._starts: dict[tuple[object, ...], int] = {}
-        self._tails: dict[tuple[str, str], str | None] = {}
+        self._tails: dict[tuple[str, str], tuple[str | None, bool]] = {}
         self._until: dict[int, Laid | None] = {len(self.messages) - 1: laid}
 
     def check_kept(self, trained: Collection[int]) -> list[str]:
@@ -194,7 +207,25 @@ class WrittenTurns:
             start = runs[0].start if place else self._start(index, before, runs[0])
             last, end = self._end(index, runs[-1], stop)
             spans.append((start, last))
+        if end is None and (end := self._end_behind_results(index, stretches[-1][1][-1])) is not None:
+            spans.append(end)
         return TurnSpans(tuple(spans), end)
+
+    def _end_behind_results(self, index: int, last: Run) -> TokenSpan | None:
+        """The end of a turn without words behind the results of its calls, which the template writes inside it."""
+        behind = itertools.takewhile(
+            lambda place: self.messages[place]["role"] == "tool", range(index + 1, len(self.messages))
+        )
+        results = set(behind)
+        places = [place for place, run in enumerate(self.laid.runs) if run.message in results and run.start >= last.end]
+        until, pattern = self._text_until(index), self._ends.end_run
+        begin = _anchor(until, last)
+        if not places or pattern is None or until is None or begin is None or not pattern.search(until.text, begin):
+            return None
+        following = self.laid.runs[places[-1] + 1 : places[-1] + 2]
+        stop = following[0].start if following else len(self.laid.text)
+        found = pattern.search(self.laid.text, self.laid.runs[places[-1]].end, stop)
+        return None if found is None else found.span()
 
     def _stretches(self, index: int) -> list[tuple[Run | None, list[Run], int]]:
         """Runs of a turn without those of others between: the run before them, they, and where the next begins."""
@@ -294,9 +325,14 @@ class WrittenTurns:
         if is_last or (gap, part) not in self._tails:
             until = self._text_until(index)
             begin = _anchor(until, last)
-            tail = None if until is None or begin is None else until.text[begin : until.next_start(begin)]
-            self._tails[gap, part] = tail
-        return self._end_between(index, last.end, stop, self._tails[gap, part])
+            self._tails[gap, part] = None, False
+            if until is not None and begin is not None:
+                following = until.next_start(begin)
+                self._tails[gap, part] = until.text[begin:following], following < len(until.text)
+        tail, goes_on = self._tails[gap, part]
+        if goes_on and not is_last:  # with words behind what is not the model's
+            return last.end + len(_whole_marks(commonprefix([gap, tail or ""]), gap)), None
+        return self._end_between(index, last.end, stop, tail)
 
     def _end_between(self, index: int, start: int, stop: int, tail: str | None) -> tuple[int, TokenSpan | None]:
         """Where the end of a turn ends, which is somewhere in a range of the text.
@@ -424,8 +460,9 @@ class WrittenTurns:
         end = self._thought_end(self.laid, index, only_thought_end)
         begin, stop = turn.spans[0][0], turn.spans[-1][1] if turn.end is None else turn.end[0]
         runs = [run for run in self.laid.of_message(index) if run.start < stop]
-        empty = EMPTY_THOUGHT.match(self.laid.text, begin, runs[0].start if runs else stop)
-        ranges = [] if empty is None else [empty.span()]
+        gaps = zip([begin, *(run.end for run in runs)], [*(run.start for run in runs), stop], strict=True)
+        find = self._ends.empty_thought.finditer
+        ranges = [empty.span() for gap in gaps for empty in find(self.laid.text, *gap)]
         before, is_behind = begin, True
         for run in runs:
             last = self._last_of_thought(run, end)
@@ -435,7 +472,8 @@ class WrittenTurns:
                 start = before if is_behind else run.start - (len(opened[0]) if opened else 0)
                 if last == run.end:
                     limit = min(self.laid.next_start(run.end), stop)
-                    closed = CLOSES_THOUGHT if not self.laid.text.endswith(END_OF_THOUGHT, start, last) else BLANKS
+                    is_closed = self.laid.text.endswith(END_OF_THOUGHT, start, last)
+                    closed = BLANKS if is_closed else self._ends.closes_thought
                     found = closed.match(self.laid.text, last, limit)
                     last = found.end() if found is not None else last
                 ranges.append((start, last))

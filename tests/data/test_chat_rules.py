@@ -55,7 +55,7 @@ def test_marks_that_may_be_words_are_refused(tmp_path: Path, thoughts: str, answ
         (GPT_OSS, [ASKED, said("12", thought="Hm.")], "<|h|>final<|m|>12<|x|>"),
         (GPT_OSS.replace("{%- else %}{{- '<|s|>assistant<|h|>final", "{%- else %}{{- '<|s|>assistant<|h|>analysis<|m|>'"
          " + m.thinking + '<|e|>' if m.thinking }}{{- '<|s|>assistant<|h|>final"), [ASKED, said("12", thought="Hm.")],
-         "<|h|>analysis<|m|>Hm.[[<|e|><|s|>assistant<|h|>final<|m|>12<|x|>]]"),
+         "<|h|>analysis<|m|>Hm.<|e|>[[<|s|>assistant<|h|>final<|m|>12<|x|>]]"),
         (QWEN3, [ASKED, said("12", {"a": 1}, thought="Hm.")],
          '<think>\nHm.\n</think>\n\n[[12\n<call>addup{"a": 1}</call><|e|>]]'),
         (QWEN3, [ASKED, said("12")], "<think>\n\n</think>\n\n[[12<|e|>]]"),
@@ -232,12 +232,14 @@ def test_an_earlier_turn_with_another_end_has_one() -> None:
 @pytest.mark.parametrize("result", ["3", ""])
 @pytest.mark.parametrize("content", ["So.", ""])
 def test_results_inside_the_models_turn_are_not_trained(content: str, result: str) -> None:
-    """The mark of the result was trained where the content, or the result, was empty."""
+    """The mark of the result was trained where the content, or the result, was empty, or the call ended without a
+    special token; the end of the turn was not, behind an empty content."""
     named = GEMMA4.replace("{%- if not m.tool_calls %}{{- '<|e|>' }}{%- endif %}", "{{- '<|e|>' }}")
-    for template, name in ((named, "addup="), (named.replace("c.function.name + '=' + messages", "messages"), "")):
+    bare = named.replace("c.function.name + '=' + messages", "messages")
+    for template, name in ((named, "addup="), (bare, ""), (bare.replace("'}<c|>'", "'}'"), "")):
         text = shown(template, [ASKED, said(content, {"a": 1}), output(result), DONE])
-        behind = "[[So.<|e|>]]" if content else "<|e|>"
-        assert text == f"{BEFORE}[[<|c|>addup{{a:1,}}<c|>]]<|r|>{name}{result}<r|>{behind}[[Three.<|e|>]]"
+        call = "<|c|>addup{a:1,}" + ("<c|>" if "'}<c|>'" in template else "")
+        assert text == f"{BEFORE}[[{call}]]<|r|>{name}{result}<r|>[[{content}<|e|>]][[Three.<|e|>]]"
 
 
 # What a row says.
