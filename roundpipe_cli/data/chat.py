@@ -253,7 +253,8 @@ class ChatTemplate:
         header = (asked or "").partition(end_of_question or "\0")[2]
         is_prompt = not has_prompt or header.strip() in (prompt or "")  # and stands behind every text
         alone = (answered or "").rstrip()
-        alone = alone if gap.startswith(alone) or not is_prompt else alone.removesuffix(header.rstrip())
+        is_prompt = is_prompt and not gap.startswith(alone)
+        alone = alone if not is_prompt else alone.removesuffix(header.rstrip())
         run = self._specials_in_front.match(alone) if self._specials_in_front is not None else None
         one = "|".join(map(re.escape, sorted(self._specials_of(run[0] if run else ""), key=len, reverse=True)))
         closes_thought, empty_thought = thought_patterns(*self._thought_marks(asked or "", prompt or ""))

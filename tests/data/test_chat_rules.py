@@ -6,6 +6,7 @@ Templates are written here; trained parts are between [[ and ]].
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,32 @@ def test_a_masked_thought_is_a_piece_with_its_marks(
         assert "leaves the assistant's thoughts out" in refused(template, messages, thoughts="mask")
         return
     assert expected in shown(template, messages, thoughts="mask")
+
+
+def test_marks_of_thoughts_are_known_by_the_template() -> None:
+    """Around nothing, they stayed trained unless they were `<think>`; behind a thought, unless they looked like an
+    end. An empty answer was not trained where turns have two end tokens."""
+    for opens, closes in (
+        ("[THINK]", "[/THINK]"),
+        ("<|h|>thought\n", "<h|>"),
+        ("<think>\n", "\n</think>\n\n"),
+        ("<|h|>", "<|x|>"),
+    ):
+        end = "<|e|>\n</s>"
+        template = (
+            "{%- for m in messages %}{{- '<|u|>' ~ m.content ~ E if m.role == 'user' else '<|a|>' }}"
+            "{%- if m.role != 'user' %}{{- OPENS ~ (m.reasoning_content or '') ~ CLOSES ~ m.content ~ E }}{%- endif %}"
+            "{%- endfor %}" + PROMPT
+        )
+        for name, text in (("OPENS", opens), ("CLOSES", closes), ("E", end)):
+            template = re.sub(rf"\b{name}\b", lambda _, text=text: json.dumps(text), template)  # type: ignore[misc]
+        asked = f"<|u|>Q?{end}<|a|>"
+        for content in ("So.", ""):
+            for thought in ("", "Hm."):
+                answer, block = said(content, thought=thought), opens + thought + closes
+                assert shown(template, [ASKED, answer]) == f"{asked}[[{block}{content}{end}]]"
+                assert shown(template, [ASKED, answer], train_on_eos="none") == f"{asked}[[{block}{content}]]{end}"
+                assert shown(template, [ASKED, answer], thoughts="mask") == f"{asked}{block}[[{content}{end}]]"
 
 
 def test_a_thought_and_its_answer_in_one_json_text_are_refused() -> None:
@@ -240,6 +267,14 @@ def test_results_inside_the_models_turn_are_not_trained(content: str, result: st
         text = shown(template, [ASKED, said(content, {"a": 1}), output(result), DONE])
         call = "<|c|>addup{a:1,}" + ("<c|>" if "'}<c|>'" in template else "")
         assert text == f"{BEFORE}[[{call}]]<|r|>{name}{result}<r|>[[{content}<|e|>]][[Three.<|e|>]]"
+
+
+def test_a_call_without_a_mark_at_its_end_keeps_the_mark_of_the_result_untrained() -> None:
+    """`<|r|>` was trained as the token that the model stops with."""
+    order = GEMMA4.replace("'}<c|>'", "'}</call>'").replace("c.function.name + '=' + messages", "messages")
+    for template, end in ((order, ""), (order.replace("{%- if not m.tool_calls %}", "{%- if true %}"), "<|e|>")):
+        text = shown(template, [ASKED, said("So.", {"a": 1}), output("3"), DONE])
+        assert text == f"{BEFORE}[[<|c|>addup{{a:1,}}</call>]]<|r|>3<r|>[[So.{end}]][[Three.<|e|>]]"
 
 
 # What a row says.
