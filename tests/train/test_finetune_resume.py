@@ -206,6 +206,17 @@ def test_what_changed_is_refused_with_a_diff_or_allowed(halfway: Path, whole: Pa
     assert f"last loss {last:.4f}" in done.err
 
 
+def test_rows_are_compared_by_their_tokens_and_which_of_them_are_trained(halfway: Path) -> None:
+    """A run begun before other tokens of its rows were trained is refused; rows written in another way are the same."""
+    path = halfway / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    moved = [{"prompt": row["prompt"] + row["completion"][0], "completion": row["completion"][1:]} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in moved), encoding="utf-8")
+    assert "datasets (content): changed since" in finetune(halfway, "--resume").expect(2).err
+    path.write_text("".join(json.dumps(row, indent=None, separators=(" ,", ": ")) + "\n\n" for row in rows))
+    assert "changed since" not in finetune(halfway, "--resume").expect(0).err
+
+
 def report_of(output_dir: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((output_dir / "report.json").read_text())
     return report
