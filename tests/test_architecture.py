@@ -23,8 +23,8 @@ DOOR = PACKAGE / "__init__.py"
 
 TRAIN = {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"}
 LEAVES = {
-    *("cache", "choices", "errors", "events", "faults", "files", "library_names", "limited", "packages"),
-    *("regular_files", "sizes", "torchrun", "units", "watchdog"),
+    *("cache", "choices", "cuda_order", "errors", "events", "faults", "files", "library_names", "limited"),
+    *("packages", "regular_files", "sizes", "torchrun", "units", "watchdog"),
 }
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | costs <- schedule <- planning;   costs, kernels <- model;

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once, say_data
 from roundpipe_cli.cli.usage_errors import UsageError, explain_usage
 from roundpipe_cli.cli.versions import version_lines
+from roundpipe_cli.cuda_order import count_by_bus
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
 from roundpipe_cli.train.result.gguf_types import GGUF_TYPES
@@ -141,6 +142,7 @@ def main() -> None:
     """Entry point of the console script; leaves with the documented exit code."""
     _interrupt_once()
     open_closed_streams()
+    count_by_bus()
     listen(lambda text: say(f"note: {text}"))
     keep_private()  # state, logs and caches hold private data; results are opened to others one by one
     code = 0

@@ -22,6 +22,7 @@ from roundpipe_cli.costs import machine, nvidia_smi
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.lost_devices import lost_devices
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.packages import FAST_KERNELS
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
@@ -91,6 +92,11 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
 def trainable_checks() -> Iterator[Check]:
     """Report what this machine can train, by the memory model: its largest models, and what bars larger ones."""
     gpus, notes = nvidia_smi.visible_gpus()
+    try:
+        nvidia_smi.require_memory(gpus)
+    except RefusedError as error:
+        yield Check("largest", "note", error.in_short, error.problems[0].hint)
+        return
     devices = gpus or machine.cpu_devices(2)
     here = machine.this_machine(devices, "this machine", notes, Path("outputs"))
     free = min(here.host_memory_bytes, machine.host_memory().available_bytes)
@@ -192,8 +198,10 @@ def _torch(num_listed: int) -> tuple[Check, int]:
     found = f"{version}, for {built_for}, sees {counted(num_gpus, 'GPU')}"
     if num_listed > num_gpus:
         mends = "a driver as new as that CUDA" if torch.version.cuda else "a build for CUDA: see pytorch.org"
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        fix = f"CUDA_VISIBLE_DEVICES={hidden} hides some" if hidden is not None else f"install {mends}"
+        hidden = os.environ.get(nvidia_smi.VISIBLE)
+        fix = f"{nvidia_smi.VISIBLE}={hidden} hides some" if hidden is not None else f"install {mends}"
+        if hidden is None and num_gpus == len(nvidia_smi.visible_gpus()[0]):
+            fix = f"CUDA shows one instance (MIG): {nvidia_smi.VISIBLE}=MIG-... chooses it"
         return Check("torch build", "note", f"{found} of {num_listed} in the machine", fix), num_gpus
     return Check("torch build", "good", found), num_gpus
 
@@ -220,7 +228,11 @@ def _lost() -> Iterator[Check]:
 
 def _workers(num_gpus: int) -> Check:
     if num_gpus:
-        return Check("workers", "good", ", ".join(f"cuda:{index}" for index in range(num_gpus)))
+        from roundpipe_cli.engine.backends.cuda import describe_device
+
+        found = ", ".join(f"cuda:{index} ({describe_device(index)})" for index in range(num_gpus))
+        notice = nvidia_smi.order_notice()
+        return Check("workers", "note" if notice else "good", found, notice)
     cores = machine.num_cores()
     name = machine.processor_name() or "processor"
     found = f"no GPU: two CPU workers, {max(1, cores // 2)} of {cores} cores each ({name}); "

@@ -161,6 +161,19 @@ def gpu_device(name: str, figures: GpuFigures) -> Device:
     )
 
 
+def part_of(device: Device, part: float) -> Device:
+    """A part of a device, as a worker that shares it has: of its memory, its rates and its link."""
+    return replace(
+        device,
+        memory_bytes=int(device.memory_bytes * part),
+        memory_bytes_per_s=device.memory_bytes_per_s * part,
+        fp16_accumulate_flops_per_s=device.fp16_accumulate_flops_per_s * part,
+        fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s * part,
+        float32_flops_per_s=device.float32_flops_per_s * part,
+        link_bytes_per_s=device.link_bytes_per_s * part,
+    )
+
+
 def parse_hardware(text: str, where: str | None = None) -> Hardware:
     """The machine that `text` names; see the head of this file for the grammar.
 
@@ -196,6 +209,8 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         host_memory_bytes = int(host_memory_gib * GIB)
         notes.append(f"given: {host_memory_gib:g} GiB of host memory")
     notes.append("assumed: GPU rates scaled by data sheet from an RTX 4090, not measured on this machine")
+    if any(is_amd(device.name) for device in devices):
+        notes.append("note: AMD's GPUs were never tried; torch for ROCm shows them as `cuda:N`")
     disk_free_gib = options.get("disk_free_gib")
     return Hardware(
         description=machine_text,
@@ -304,8 +319,7 @@ def _same_model(name: str) -> str | None:
     near: dict[str, str] = {}
     for known in catalogue():
         words = _model_words(known)
-        is_amd = known.startswith(("radeon", "mi"))
-        if words is None or words[0] != series or (_says_amd(name) is not None and _says_amd(name) != is_amd):
+        if words is None or words[0] != series or (_says_amd(name) is not None and _says_amd(name) != is_amd(known)):
             continue
         is_slip = sorted(words[1]) == sorted(number) or (not series and len(words[1]) == 4 != len(number))
         is_near = len(number) > 2 and words[1][0] == number[0] and is_slip and one_edit_apart(number, words[1])
@@ -323,6 +337,11 @@ def _model_words(name: str) -> tuple[str, str, str] | None:
         return None
     series, rest = (parts[at].replace(" ", "") for at in (1, 3))
     return _FAMILY_WORDS.sub("", series), parts[2], rest
+
+
+def is_amd(known: str) -> bool:
+    """Whether a name of the catalogue is of an AMD card."""
+    return known.startswith(("radeon", "mi"))
 
 
 def _says_amd(name: str) -> bool | None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gains
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
-from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
+from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware, part_of
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
-from roundpipe_cli.costs.nvidia_smi import visible_gpus
+from roundpipe_cli.costs.nvidia_smi import require_memory, visible_gpus
 from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import quantization_settings
@@ -416,6 +416,7 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
     gpus, notes = visible_gpus()
     if isinstance(devices, str):
         if gpus and devices == "auto":
+            require_memory(gpus)
             return this_machine(gpus, "this machine", notes, output_dir)
         why = "no GPU here: two CPU workers, as `finetune` would take"
         if architecture.parameters > MAX_PARAMETERS_ON_CPU:
@@ -431,27 +432,16 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
         why = f"GPU {max(indices)} is not here, so this is planned for {words} (--hardware names another machine)"
         assumed = parse_hardware(words)
         return replace(assumed, notes=(f"assumed: {why}", *assumed.notes))
-    shares = Counter(indices)
-    chosen = tuple(_share(gpus[index], shares[index]) for index in indices) + cpu_devices(max(1, num_cpus))[:num_cpus]
+    named, shares = [gpus[index] for index in indices], Counter(indices)
+    require_memory(named)
+    parts = tuple(part_of(gpu, 1 / shares[index]) for gpu, index in zip(named, indices, strict=True))
+    chosen = parts + cpu_devices(max(1, num_cpus))[:num_cpus]
     return this_machine(chosen, "this machine", notes, output_dir)
 
 
 def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
     note = "assumed: CPU rates by cores, from training steps of a 135M model on a 2-core AVX-512 machine"
     return this_machine(cpu_devices(count), f"{count} CPU workers", (why, note), output_dir)
-
-
-def _share(device: Device, count: int) -> Device:
-    """One of `count` logical workers on the same GPU."""
-    return replace(
-        device,
-        memory_bytes=device.memory_bytes // count,
-        memory_bytes_per_s=device.memory_bytes_per_s / count,
-        fp16_accumulate_flops_per_s=device.fp16_accumulate_flops_per_s / count,
-        fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s / count,
-        float32_flops_per_s=device.float32_flops_per_s / count,
-        link_bytes_per_s=device.link_bytes_per_s / count,
-    )
 
 
 # Plans for machines whose workers are not all alike, and what `plan` says of them. No torch.

@@ -20,6 +20,7 @@ import torch
 
 from roundpipe_cli.costs.machine import describe_locking
 from roundpipe_cli.costs.memory import PINNED_RING_BYTES
+from roundpipe_cli.cuda_order import count_by_bus
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.engine.backends.turns import IssueTurns
 
@@ -35,7 +36,8 @@ LOCK_REFUSED = (
 
 
 def num_devices() -> int:
-    """How many GPUs torch can use."""
+    """How many GPUs torch can use. CUDA starts here at the latest, so here it learns how to number them."""
+    count_by_bus()
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -50,9 +52,15 @@ def memory_use(index: int) -> tuple[int, int]:
     return int(total_bytes - free_bytes), int(total_bytes)
 
 
+def total_bytes() -> list[int]:
+    """Memory of each GPU that torch can use."""
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(num_devices())]
+
+
 def uuid(index: int) -> str:
-    """The driver's name of GPU `index`, independent of `CUDA_VISIBLE_DEVICES`."""
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    """The driver's name of GPU `index`, or of the instance of one (MIG), independent of `CUDA_VISIBLE_DEVICES`."""
+    properties = torch.cuda.get_device_properties(index)
+    return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
 
 
 def describe_device(index: int) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
+from roundpipe_cli.costs.nvidia_smi import order_notice
 from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.tokenized import (
     Row,
@@ -295,7 +296,7 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     """The device of each worker, and the recipe in a data type that all of them have."""
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
-    notices = [no_gpu, other_dtype]
+    notices = [no_gpu, other_dtype, None if "cpu" in devices else order_notice()]
     if "cpu" in devices:
         if recipe.float16_accumulation:
             notices.append("float16_accumulation has no effect here: processors add up in float32")

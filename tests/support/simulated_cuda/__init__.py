@@ -45,6 +45,8 @@ class Card:
     capability: tuple[int, int] = (9, 0)
     maps_memory: bool = True
     """Whether segments of memory can grow; those of virtual GPUs cannot."""
+    uuid: str = ""
+    """As torch has it, without `GPU-`; empty: one by the number of processors."""
 
     def properties(self) -> Any:
         return types.SimpleNamespace(
@@ -53,7 +55,7 @@ class Card:
             multi_processor_count=self.multi_processors,
             major=self.capability[0],
             minor=self.capability[1],
-            uuid=f"0000-{self.multi_processors}",
+            uuid=self.uuid or f"0000-{self.multi_processors}",
         )
 
 

@@ -1,0 +1,146 @@
+"""`plan` and torch mean the same card by `cuda:N`: unlike, cut (MIG) and hidden cards, UUIDs, memory not told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli import checks
+from roundpipe_cli.costs import nvidia_smi
+from roundpipe_cli.costs.nvidia_smi import visible_gpus
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train.prepare.devices import choose_devices
+from tests.support.e2e import fresh
+from tests.support.gpu_machines import MIB, Slot, cards_of_cuda, put_nvidia_smi
+from tests.support.simulated_cuda import Card, Simulation
+
+SLOW = Slot("NVIDIA GeForce RTX 3060", 12288, "GPU-1a2b", 1)
+FAST = Slot("NVIDIA GeForce RTX 4090", 24564, "GPU-1c3d", 3)
+OTHER = Slot("NVIDIA GeForce RTX 3090", 24576, "GPU-2e4f", 2)
+SLOW_CARD = Card(SLOW.name, SLOW.memory_mib * MIB)
+WHOLE = Slot("NVIDIA A100-SXM4-40GB", 40960, "GPU-5a5a", 2, mig=False)
+PARTS = (("3g.20gb", "MIG-11aa", 19968), ("1g.5gb", "MIG-22bb", 4864))
+CUT = replace(WHOLE, mig=True, instances=PARTS)
+UNLIKE, DIFFERS, GUESSED = [SLOW, FAST, OTHER], "numbered by PCI bus", "makes it certain"
+
+MACHINES: dict[str, tuple[list[Slot], str | None, str | None, list[str], str]] = {
+    "unlike cards": (UNLIKE, None, None, ["3060", "4090", "3090"], DIFFERS),
+    "the fastest in the first slot": ([FAST, OTHER, SLOW], None, None, ["4090", "3090", "3060"], ""),
+    "an order of the user": (UNLIKE, None, "FASTEST_FIRST", ["4090", "3090", "3060"], GUESSED),
+    "a number in that order": (UNLIKE, "0,2", "FASTEST_FIRST", ["4090", "3060"], GUESSED),
+    "UUIDs in that order": (UNLIKE, "GPU-1a2b,GPU-1c", "FASTEST_FIRST", ["3060", "4090"], ""),
+    "the same order by name": (UNLIKE, None, "PCI_BUS_ID", ["3060", "4090", "3090"], DIFFERS),
+    "hidden cards": (UNLIKE, "2,0", None, ["3090", "3060"], DIFFERS),
+    "one is left": (UNLIKE, "1", None, ["4090"], DIFFERS),
+    "all hidden": (UNLIKE, "", None, [], ""),
+    "none by -1": (UNLIKE, "-1", None, [], ""),
+    "up to what is no card": (UNLIKE, "1,7,0", None, ["4090"], DIFFERS),
+    "words behind numbers": (UNLIKE, "+1gpu,2x", None, ["4090", "3090"], DIFFERS),
+    "one twice": (UNLIKE, "0,0", None, [], ""),
+    "one twice by two prefixes": (UNLIKE, "GPU-1a,GPU-1a2", None, [], ""),
+    "prefixes": (UNLIKE, "GPU-2,GPU-1a", None, ["3090", "3060"], ""),
+    "a prefix of two": (UNLIKE, "GPU-2,GPU-1", None, ["3090"], ""),
+    "instances, none chosen": ([CUT], None, None, ["a100-40gb MIG 3g.20gb"], "one of 2 MIG instances"),
+    "an instance": ([CUT], "MIG-22bb", None, ["a100-40gb MIG 1g.5gb"], "one of 2 MIG instances"),
+    "an instance's prefix": ([CUT], "MIG-2,MIG-1", None, ["a100-40gb MIG 1g.5gb"], "one of 2 MIG instances"),
+    "an instance that is not there": ([CUT], "MIG-3", None, [], ""),
+    "the card of instances": ([CUT], "GPU-5a5a", None, ["a100-40gb MIG 3g.20gb"], "one of 2 MIG instances"),
+    "instances beside a card": ([FAST, CUT], None, None, ["a100-40gb MIG 3g.20gb"], "one of 2 MIG instances"),
+    "a card beside instances": ([CUT, FAST], "1", None, ["4090"], DIFFERS),
+    "to be cut, and not yet": ([replace(WHOLE, mig=True)], None, None, [], ""),
+    "not to be cut": ([WHOLE], None, None, ["a100-40gb"], ""),
+    "no card": ([], None, None, [], ""),
+}
+
+
+def set_up(
+    slots: list[Slot], chosen: str | None, order: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_nvidia_smi(slots, folder, monkeypatch)
+    for name, value in ((nvidia_smi.VISIBLE, chosen), (nvidia_smi.ORDER, order)):
+        if value is None:
+            monkeypatch.setenv(name, "")  # so that it is put back
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_same_cards_in_the_same_order(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a 3060 in slot 0 and a 4090 in slot 1, `cuda:0` was the one for `plan` and the other for torch."""
+    slots, chosen, order, names, said = MACHINES[machine]
+    set_up(slots, chosen, order, tmp_path, monkeypatch)
+    devices, notes = visible_gpus()
+    assert [device.name.removeprefix("rtx-") for device in devices] == names
+    assert [note for note in notes if said and said in note] or not said
+    assert bool(said) == any(word in " ".join(notes) for word in (DIFFERS, GUESSED, "MIG instances"))
+    cuda.count_by_bus()
+    with Simulation(cards_of_cuda(slots) or [SLOW_CARD]):
+        seen = [cuda.torch.cuda.get_device_properties(index) for index in range(cuda.num_devices())]
+        uuids = [cuda.uuid(index) for index in range(cuda.num_devices())]
+    if not names:
+        assert not cards_of_cuda(slots)
+        return
+    sizes = [one.total_memory for one in seen]
+    assert [device.memory_bytes for device in devices] == pytest.approx(sizes, rel=0.05)
+    for name, one in zip(names, seen, strict=True):
+        assert name.partition(" ")[0].partition("-")[0].upper() in one.name.upper()
+    monkeypatch.setenv(nvidia_smi.VISIBLE, ",".join(uuids))  # as a run that starts again names its cards
+    assert [device.name for device in visible_gpus()[0]] == [device.name for device in devices]
+
+
+def test_cuda_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every command, and by whoever uses the backend alone."""
+    for order, becomes in ((None, "PCI_BUS_ID"), ("", "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")):
+        set_up([SLOW], None, order, tmp_path, monkeypatch)
+        fresh(tmp_path, "--version").expect(0)
+        assert (tmp_path / "calls").read_text().split()[-1] == becomes
+        with Simulation([SLOW_CARD]):
+            orders: list[str] = []
+            monkeypatch.setattr(
+                cuda.torch.cuda, "is_available", lambda orders=orders: not orders.append(os.environ[nvidia_smi.ORDER])
+            )
+            assert choose_devices("auto")[0] == ("cuda:0",) and set(orders) == {becomes}
+
+
+RECIPE = "model: Qwen/Qwen3-8B\ndatasets: [{path: rows.jsonl}]\n"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB10", FAST.name])
+def test_memory_that_nobody_tells_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken as the 24 GiB of an RTX 3090."""
+    slots = [replace(SLOW, name=name, tells_memory=False)]
+    set_up(slots, None, None, tmp_path, monkeypatch)
+    loaded = load_text(RECIPE, "r.yaml")
+    with pytest.raises(RefusedError, match="memory of a GPU is not known") as caught:
+        ask(loaded)
+    assert "--hardware 1x" in (caught.value.problems[0].hint or "")
+    assert [check.state for check in checks.trainable_checks()] == ["note"]
+    with Simulation(cards_of_cuda(slots)):
+        told = tuple(cuda.total_bytes())
+    monkeypatch.setattr(nvidia_smi, "_sizes_by_torch", lambda *variables: told)
+    assert [device.memory_bytes for device in ask(loaded).hardware.devices] == [12288 * MIB]
+
+
+def test_doctor_and_plan_name_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(UNLIKE, None, None, tmp_path, monkeypatch)
+    hardware = ask(load_text(RECIPE + "pipeline: {devices: [cuda:1]}\n", "r.yaml")).hardware
+    assert [device.name for device in hardware.devices] == ["rtx-4090"]
+    assert sum("cuda:0 is the NVIDIA GeForce RTX 3060" in note for note in hardware.notes) == 1
+    cuda.count_by_bus()
+    with Simulation(cards_of_cuda(UNLIKE)):
+        check = checks._workers(3)
+    assert check.found.startswith("cuda:0 (NVIDIA GeForce RTX 3060, 12 GiB), cuda:1 (NVIDIA GeForce RTX 4090")
+    assert check.state == "note" and "FASTEST_FIRST keeps it" in (check.fix or "")
+
+
+@pytest.mark.parametrize(("hardware", "is_said"), [("1x7900xtx", True), ("1xmi300x+1x4090", True), ("1x4090", False)])
+def test_plan_says_of_amd_cards_that_none_was_tried(hardware: str, is_said: bool) -> None:
+    notes = ask(load_text(RECIPE, "r.yaml"), hardware).hardware.notes
+    assert any("AMD's GPUs were never tried" in note for note in notes) == is_said
