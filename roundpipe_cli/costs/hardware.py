@@ -69,6 +69,8 @@ class Device:
     has_bfloat16: bool
     link_bytes_per_s: float
     """Rate of the host link in each direction."""
+    leaves_gaps: bool = False
+    """Whether torch's segments of its memory do not grow, see `costs/memory.py`."""
 
 
 @dataclass(frozen=True, slots=True)

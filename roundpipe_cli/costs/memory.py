@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,8 +47,14 @@ def converted_bytes(architecture: Architecture, settings: TrainingSettings) -> i
     return int(experts * share) * settings.dtype_bytes
 
 
-CONTEXT_BYTES = 700 * MIB
-"""CUDA context, kernels and library workspaces of one process on one device (assumed)."""
+CONTEXT = "CUDA context"
+CONTEXT_BYTES = 860 * MIB
+"""CUDA context, kernels and library workspaces of one process on one device: 0.90 to 0.91 GB measured on one H100."""
+GAPS = 0.38
+"""Memory that full fine-tuning leaves in gaps between blocks where torch's segments do not grow, as a share of what it
+needs: an H100 reserved 10.53 GB where 7.64 were planned. LoRA reserved 7.78 GB, and 9.57 were planned."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables with which users configure torch's allocator."""
 DEVICE_SHARE = 0.85
 """Share of a device's nominal memory that stages and caches fill; the rest is a margin (assumed)."""
 FITTING_SHARE = 0.95
@@ -95,21 +103,33 @@ class Need:
         return " + ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in self.largest_first)
 
 
-def device_need(case: Case, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]) -> Need:
-    """Bytes that one worker needs at its peak. On the CPU weights and gradient sums are the host's own: no slots."""
+def device_need(
+    case: Case,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+    microbatches_per_round: int | None = None,
+) -> Need:
+    """Bytes that one worker needs at its peak. On the CPU weights and gradient sums are the host's own: no slots.
+
+    Args:
+        microbatches_per_round: whose activations are kept together; None: a round is the whole step.
+    """
     costs, settings = case.costs, case.settings
     layers = costs.layers
     slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages) if case.gpus else 0
     without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
     whole_bytes = largest_visit_bytes(layers, forward_stages, backward_stages) - without
-    kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
-    kept_bytes = sum(layer.activation_bytes for layer in kept)  # for all microbatches: no worker ever holds more
+    stages = len(forward_stages), len(backward_stages)
+    in_flight = _in_flight(case, stages, microbatches_per_round or settings.num_microbatches)
+    # as if one worker had them all
+    kept = case.architecture.blocks[first_kept_block(case) - 1 :]
+    kept_bytes = sum(activation_bytes(case.architecture, block, settings) for block in kept)
     return Need(
         {
             f"{costs.slots} slots for the weights and gradients of a stage": costs.slots * slot_bytes,
             "activations": _activations(case, backward_stages),
             "weights of a stage, unpacked": whole_bytes if settings.unpacks_once else 0,
-            "kept activations": settings.num_microbatches * kept_bytes,
+            "kept activations": in_flight * kept_bytes,
             LARGEST_GRADIENT: _gradient_bytes(case, backward_stages),
             **fixed_device_need(case).parts,
         }
@@ -180,8 +200,16 @@ def _activations(case: Case, backward_stages: Sequence[StageRange]) -> int:
     if case.settings.recompute == "none":
         whole = sum(layer.activation_bytes for layer in blocks)
         return whole * case.settings.num_microbatches // len(case.hardware.devices)
+    blocks = blocks[: first_kept_block(case)]  # kept ones are counted as such, that of the microbatch at work too
     sums = (sum(layer.activation_bytes for layer in blocks[first : last + 1]) for first, last in backward_stages)
     return max(sums, default=0)
+
+
+def first_kept_block(case: Case) -> int:
+    """The first layer of those whose activations are kept for all microbatches, up to the head; the head where there
+    are none, and where nothing is recomputed, so that all are counted anyway."""
+    head = len(case.costs.layers) - 1
+    return head if case.settings.recompute == "none" else max(1, head - case.settings.keep_blocks)
 
 
 def _gradient_bytes(case: Case, backward_stages: Sequence[StageRange]) -> int:
@@ -235,7 +263,7 @@ def fixed_device_need(case: Case) -> Need:
     if settings.recompute == "layer":
         parts["activations of the layer at work"] = one_layer_bytes(architecture, settings)
     if case.gpus:
-        parts |= {"CUDA context": CONTEXT_BYTES, "weight cache": settings.weight_cache_bytes}
+        parts |= {CONTEXT: CONTEXT_BYTES, "weight cache": settings.weight_cache_bytes}
     return Need(parts)
 
 
@@ -253,6 +281,22 @@ def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidde
 def one_layer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
     """Activations of the largest block for one microbatch."""
     return max(activation_bytes(architecture, block, settings) for block in set(architecture.blocks))
+
+
+def grows_segments(name: str) -> bool:
+    """Whether a run on a card of this name has segments of memory that grow, and so no gaps: not on a virtual GPU, nor
+    where the user configured torch's allocator otherwise."""
+    chosen = [os.environ[variable] for variable in ALLOCATOR_VARIABLES if variable in os.environ]
+    if re.search(r"\bGRID\b|-\d+[ABCQ]$", name):
+        return False
+    return not chosen or any("expandable_segments:true" in text.lower() for text in chosen)
+
+
+def without_gaps(memory_bytes: int, method: str) -> int:
+    """The part of a card's memory that a run can fill where segments do not grow."""
+    if method != "full":
+        return memory_bytes
+    return CONTEXT_BYTES + int(max(0, memory_bytes - CONTEXT_BYTES) / (1 + GAPS))
 
 
 def usable_device_bytes(device: Device) -> int:
@@ -279,6 +323,12 @@ def rounds_kept(num_workers: int, num_forward: int, num_backward: int) -> float:
     return 1 + min(1.0, over)
 
 
+def _in_flight(case: Case, stages: tuple[int, int], microbatches_per_round: int) -> int:
+    """Microbatches that may be between their forward and their backward at once."""
+    settings, rounds = case.settings, rounds_kept(len(case.hardware.devices), *stages)
+    return min(settings.num_microbatches, math.ceil(rounds * max(microbatches_per_round, settings.sequence_chunks)))
+
+
 def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, *, waiting_bytes: int = 0) -> Need:
     """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it.
 
@@ -296,8 +346,7 @@ def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, 
     if num_gpus:  # torch gives page-locked memory away in powers of two
         boundary = 1 << (boundary - 1).bit_length()
     chunks = settings.sequence_chunks
-    rounds = rounds_kept(len(case.hardware.devices), *stages)
-    in_flight = min(settings.num_microbatches, math.ceil(rounds * max(microbatches_per_round, chunks)))
+    in_flight = _in_flight(case, stages, microbatches_per_round)
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     temporaries = update_temporary_bytes(architecture, settings)
     num_inputs = len(layers) if settings.skip_last_projection else stages[1]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.hardware import Device, catalogue, find_gpu, gpu_device, part_of
+from roundpipe_cli.costs.memory import grows_segments
 from roundpipe_cli.cuda_order import BY_BUS, ORDER, is_by_bus
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import MIB
@@ -239,4 +240,5 @@ def _gpu_of(card: Listed) -> tuple[Device, tuple[str, ...]]:
         device = replace(part_of(device, part), name=f"{device.name} MIG {card.profile}")
         device = replace(device, link_bytes_per_s=gpu_device(device.name, figures).link_bytes_per_s)
         notes.append(f"assumed: {what} has the same part of the card's rates as of its memory")
-    return replace(device, memory_bytes=card.memory_bytes or 0), tuple(notes)
+    leaves_gaps = not grows_segments(card.name)
+    return replace(device, memory_bytes=card.memory_bytes or 0, leaves_gaps=leaves_gaps), tuple(notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,15 @@ from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gai
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware, part_of
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine
-from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
+from roundpipe_cli.costs.memory import (
+    ALLOCATOR_VARIABLES,
+    GAPS,
+    INPUTS_SHARE,
+    frozen_bytes,
+    host_need,
+    usable_host_bytes,
+    without_gaps,
+)
 from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
 from roundpipe_cli.costs.nvidia_smi import require_memory, visible_gpus
 from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
@@ -312,6 +321,7 @@ def _decided(
         machine = _noting(machine, note)
     if any(device.is_cpu for device in machine.devices) and (slow := slow_in_16_bit(settings.dtype)):
         machine = _noting(machine, slow)
+    machine = _leaving_gaps(machine, settings)
     choices: tuple[str, ...] = ()
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
@@ -404,6 +414,19 @@ def _read_from_disk(case: Case) -> Case:
         note += " (`--hardware ...,disk_gb_per_s=` corrects it)"
     slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
     return replace(case, hardware=_noting(machine, note), analytic=replace(case.analytic, costs=slow))
+
+
+def _leaving_gaps(machine: Hardware, settings: TrainingSettings) -> Hardware:
+    """The machine with the memory that a run can fill where gaps between blocks take some."""
+    if settings.method != "full" or not any(device.leaves_gaps for device in machine.devices):
+        return machine
+    filled = []
+    for device in machine.devices:
+        memory_bytes = without_gaps(device.memory_bytes, settings.method) if device.leaves_gaps else device.memory_bytes
+        filled.append(replace(device, memory_bytes=memory_bytes))
+    names = " and ".join(name for name in ALLOCATOR_VARIABLES if name in os.environ) or "a virtual GPU"
+    note = f"torch's segments of memory do not grow ({names}): counted without the {GAPS / (1 + GAPS):.0%} left in gaps"
+    return _noting(replace(machine, devices=tuple(filled)), f"note: {note}")
 
 
 def _noting(machine: Hardware, note: str) -> Hardware:

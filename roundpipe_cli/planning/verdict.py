@@ -55,7 +55,7 @@ def judge(case: Case, cut: StageCut) -> Verdict:
     """The verdict on one cut of the layers into stages, and on the rounds that it has."""
     assert cut.microbatches_per_round is not None
     settings, hardware = case.settings, case.hardware
-    device = device_need(case, cut.forward_stages, cut.backward_stages)
+    device = device_need(case, cut.forward_stages, cut.backward_stages, cut.microbatches_per_round)
     head_bytes, waiting_bytes = _waiting_bytes(case, cut)
     device = Need({**device.parts, "a gradient of the head on its way to the host": head_bytes})
     per_round, stages = cut.microbatches_per_round, (len(cut.forward_stages), len(cut.backward_stages))

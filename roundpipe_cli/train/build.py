@@ -14,7 +14,14 @@ from roundpipe_cli.costs.analytic import head_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
-from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes, trained_head_bytes
+from roundpipe_cli.costs.memory import (
+    CONTEXT_BYTES,
+    INPUTS_SHARE,
+    backward_workspace_bytes,
+    grows_segments,
+    trained_head_bytes,
+    without_gaps,
+)
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
@@ -107,6 +114,8 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
     config: Any = setup.model.config
     if on_gpu:
         memory = min(cuda.memory_bytes(gpu_index(name)) // setup.devices.count(name) for name in setup.devices)
+        if not all(grows_segments(cuda.device_name(gpu_index(name))) for name in setup.devices):
+            memory = without_gaps(memory, recipe.method)
         memory = max(0, memory - weight_cache_bytes(recipe.pipeline))
     else:
         memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))

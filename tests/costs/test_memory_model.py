@@ -18,16 +18,19 @@ from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import cpu_devices
 from roundpipe_cli.costs.memory import (
+    ALLOCATOR_VARIABLES,
     HOST_MARGIN,
     Need,
     cpu_workers_need,
     device_need,
     disk_need,
     fixed_device_need,
+    grows_segments,
     host_need,
     loading_need,
     rounds_kept,
     usable_device_bytes,
+    without_gaps,
 )
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
@@ -330,9 +333,47 @@ def test_every_part_of_a_devices_need_by_hand() -> None:
         "head chunk": logits + tokens * HIDDEN * (3 * 2 + 4),
         "boundary tensors": 4 * 2 * tokens * HIDDEN,
         "workspace of backward": 2 * tokens * (3 * WIDE + 2 * HIDDEN),
-        "CUDA context": 700 * MIB,
+        "CUDA context": 860 * MIB,
         "weight cache": 5 * MIB,
     }
+
+
+def test_kept_activations_are_counted_once() -> None:
+    """Twice, where the largest stage was of kept blocks, and by `recompute: layer` as a block's input: 0.65 of the plan
+    was used, and what fits was refused."""
+    stages = ((0, 3), (4, 63)), ((64, 65), (60, 63), (0, 59))
+    for changes, at_work, count in (
+        ({"keep_blocks": 64}, 0, 64),
+        ({"keep_blocks": 6}, 58, 6),
+        ({"keep_blocks": 6, "recompute": "none"}, 64 * 4, 0),
+    ):
+        case = ask(QWEN, "1x4090", num_microbatches=4, **changes)
+        need, block = (
+            device_need(case, *stages),
+            activation_bytes(case.architecture, case.architecture.blocks[0], case.settings),
+        )
+        assert (part(need, "kept"), need.parts["activations"]) == (4 * count * block, at_work * block)
+    by_layer = device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6, recompute="layer"), *stages)
+    assert part(by_layer, "kept") == 4 * 6 * block
+    kept = part(device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6), *stages, 2), "kept")
+    assert kept == 2 * 6 * block, "of a round alone"
+
+
+def test_memory_in_gaps_is_left_where_segments_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 reserved 10.53 GB for full fine-tuning where 7.64 GB were planned."""
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert [grows_segments(name) for name in ("NVIDIA RTX A6000", "GRID A100-10C", "NVIDIA A40-48Q")] == [
+        True,
+        False,
+        False,
+    ]
+    for settings, grows in (("max_split_size_mb:128", False), ("expandable_segments:True", True), ("", False)):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+        assert grows_segments("NVIDIA RTX A6000") == grows
+    needed, context = int(7.64e9), 860 * MIB
+    assert without_gaps(int(10.53e9) + context, "full") == pytest.approx(needed + context, rel=0.01)
+    assert without_gaps(needed, "lora") == needed
 
 
 def test_loading_and_the_disk_by_hand() -> None:

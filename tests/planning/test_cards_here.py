@@ -144,3 +144,20 @@ def test_doctor_and_plan_name_each_card(tmp_path: Path, monkeypatch: pytest.Monk
 def test_plan_says_of_amd_cards_that_none_was_tried(hardware: str, is_said: bool) -> None:
     notes = ask(load_text(RECIPE, "r.yaml"), hardware).hardware.notes
     assert any("AMD's GPUs were never tried" in note for note in notes) == is_said
+
+
+def test_gaps_that_torch_leaves_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In full fine-tuning, where the user's settings or a virtual GPU keep segments of memory from growing."""
+    for name in cuda.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    found = []
+    for name, variable in ((FAST.name, None), (FAST.name, "max_split_size_mb:128"), ("GRID A100-20C", None)):
+        set_up([replace(FAST, name=name)], None, None, tmp_path, monkeypatch)
+        if variable is not None:
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", variable)
+        for method in ("full", "lora"):
+            machine = ask(load_text(f"{RECIPE}method: {method}\n", "r.yaml")).hardware
+            said = [note for note in machine.notes if "do not grow" in note]
+            found.append((machine.devices[0].memory_bytes < 24564 * MIB, len(said)))
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert found == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.machine import describe_locking
-from roundpipe_cli.costs.memory import PINNED_RING_BYTES
+from roundpipe_cli.costs.memory import ALLOCATOR_VARIABLES, PINNED_RING_BYTES
 from roundpipe_cli.cuda_order import count_by_bus
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.engine.backends.turns import IssueTurns
@@ -61,6 +61,11 @@ def uuid(index: int) -> str:
     """The driver's name of GPU `index`, or of the instance of one (MIG), independent of `CUDA_VISIBLE_DEVICES`."""
     properties = torch.cuda.get_device_properties(index)
     return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
+
+
+def device_name(index: int) -> str:
+    """The driver's name of the kind of GPU `index`."""
+    return str(torch.cuda.get_device_properties(index).name)
 
 
 def describe_device(index: int) -> str:

@@ -1,0 +1,123 @@
+"""Peak of a card's memory against `plan`, for 32 forms of training: a table, made by the simulated allocator.
+
+    python scripts/memory_table.py             # all forms, a few minutes
+    python scripts/memory_table.py --only moe  # those with the word in their name
+
+Peaks are what torch would allocate, without the driver's context. A form that lies outside 0.75 to 1.0 of the plan is
+marked, and the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from roundpipe_cli.costs.analytic import case_of, with_gains
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.memory import CONTEXT, device_need
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
+from roundpipe_cli.engine.backends.cuda import CudaBackend
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.planning.search.ranges import even_cut
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from scripts.gpu_checks.models import build, random_rows, tiny
+from tests.support.simulated_cuda import Simulation
+
+LEAST, MOST = 0.75, 1.0
+"""Peak over plan: less refuses what fits, more lets through what does not."""
+SIZES = {"vocab_size": 32_000, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+WIDTHS = {"intermediate_size": 1024, "moe_intermediate_size": 256}
+TYPES = {"llama": {}, "qwen3": {}, "gemma2": {}, "moe": {"model_type": "qwen3_moe"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "stage": {"recompute": "stage"},
+    "layer": {"recompute": "layer"},
+    "keep": {"recompute": "stage", "keep_blocks": 2},
+    "long": {"recompute": "stage", "tokens": 1024},
+}
+NUM_BLOCKS, MICROBATCHES, BLOCKS_PER_STAGE = 4, 4, 2
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way of training one kind of model."""
+
+    kind: str
+    method: str
+    way: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.method}, {self.way}"
+
+
+def forms() -> Iterator[Form]:
+    """All of the table."""
+    for kind, method, way in product(TYPES, ("lora", "full"), WAYS):
+        yield Form(kind, method, way)
+
+
+def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
+    """Bytes that `plan` counts and that a step takes, both without the driver's context, and the plan's parts."""
+    changes = dict(TYPES[form.kind])
+    model_type = changes.pop("model_type", form.kind)
+    figures = {**tiny(model_type), **SIZES, **WIDTHS, "num_hidden_layers": NUM_BLOCKS}
+    architecture = parse_config(figures, name=form.name, source="memory_table")
+    way = dict(WAYS[form.way])
+    tokens = way.pop("tokens", 512)
+    settings = TrainingSettings(tokens, num_microbatches=MICROBATCHES, method=form.method, lora_r=16, **way)  # type: ignore[arg-type]
+    case = case_of(architecture, settings, parse_hardware("1xh100"))
+    costs = with_gains(case.costs, settings)
+    stages = even_cut(NUM_BLOCKS + 2, BLOCKS_PER_STAGE, BLOCKS_PER_STAGE)
+    parts = {name: size for name, size in device_need(case, *stages).parts.items() if name != CONTEXT}
+    model = build(figures, form.method)
+    rows = random_rows(MICROBATCHES, tokens, figures["vocab_size"])
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=stages[0],
+        backward_stages=stages[1],
+        num_workers=1,
+        rounds=Rounds(MICROBATCHES),
+        costs=costs,
+    )
+    options = EngineOptions(
+        recompute=settings.recompute,
+        keep_blocks=settings.keep_blocks,
+        head_chunk_tokens=settings.head_chunk_tokens,
+        fused=model.fused,
+    )
+    with (
+        Simulation(),
+        Engine(model.skeleton, model.split, model.store, [CudaBackend(0)], options=options) as engine,
+    ):
+        peak = max(max(engine.run_step(rows, schedule, step=step).device_peak_bytes) for step in range(2))
+    return sum(parts.values()), peak, parts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a word of the name")
+    parser.add_argument("--parts", action="store_true", help="the plan's parts too")
+    options = parser.parse_args()
+    wrong = 0
+    print("| form | planned | peak | peak over plan |\n|---|---:|---:|---:|")
+    for form in forms():
+        if options.only not in form.name:
+            continue
+        planned, peak, parts = planned_and_peak(form)
+        is_off = not LEAST <= peak / planned <= MOST
+        wrong += is_off
+        print(f"| {form.name} | {planned / 1e6:.1f} MB | {peak / 1e6:.1f} MB | {peak / planned:.2f}{' !' * is_off} |")
+        if options.parts:
+            print(*(f"    {name}: {size / 1e6:.1f}" for name, size in parts.items() if size), sep="\n")
+        sys.stdout.flush()
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
