@@ -10,6 +10,7 @@ import pytest
 
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs import nvidia_smi
+from roundpipe_cli.costs.memory import ALLOCATOR_VARIABLES
 from roundpipe_cli.costs.nvidia_smi import visible_gpus
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import RefusedError
@@ -148,7 +149,7 @@ def test_plan_says_of_amd_cards_that_none_was_tried(hardware: str, is_said: bool
 
 def test_gaps_that_torch_leaves_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In full fine-tuning, where the user's settings or a virtual GPU keep segments of memory from growing."""
-    for name in cuda.ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     found = []
     for name, variable in ((FAST.name, None), (FAST.name, "max_split_size_mb:128"), ("GRID A100-20C", None)):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.machine import describe_locking
-from roundpipe_cli.costs.memory import ALLOCATOR_VARIABLES, PINNED_RING_BYTES
+from roundpipe_cli.costs.memory import PINNED_RING_BYTES
 from roundpipe_cli.cuda_order import count_by_bus
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.engine.backends.turns import IssueTurns

@@ -10,16 +10,13 @@ from collections.abc import Collection
 
 import torch
 
+from roundpipe_cli.costs.memory import ALLOCATOR_VARIABLES
 from roundpipe_cli.engine.backends.cuda import nvidia_capability
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention import set_up_attention
 
 SWITCH_INTERVAL_S = 0.5e-3
 """Seconds after which one of our threads yields the interpreter to another."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables with which users configure torch's allocator."""
-
-
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """The variable by which cuBLAS takes memory of a fixed size, so that streams do not choose other products."""
 ORDERED_WORKSPACES = (":4096:8", ":16:8")
