@@ -1,8 +1,8 @@
 """Tables of what a recipe chooses by name.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
-`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/optimizer.py`, the codes of packed weights in
-`model/stored/packed_weights.py`.
+`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/optimizer.py`, the losses of pairs in
+`model/pair_loss.py`, the codes of packed weights in `model/stored/packed_weights.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-PairObjective = Literal["dpo", "orpo", "simpo"]
-"""Objectives that compare a chosen answer with a rejected one."""
-PAIR_OBJECTIVES: tuple[PairObjective, ...] = get_args(PairObjective)
+Objective = Literal["sft", "dpo", "orpo", "simpo"]
+PairLossName = Literal["sigmoid", "odds_ratio"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveKind:
+    """Rows that an objective trains on, and what it computes of their answers."""
+
+    num_answers: int
+    """Answers of a row; of two the first is chosen, the second rejected."""
+    needs_reference: bool = False
+    """The answers are scored by the reference model, too, before each step: the model without the trained adapter."""
+    averages: bool = False
+    """An answer's log-probability is the mean over its tokens, not their sum; prompts would then change it."""
+    loss: PairLossName | None = None
+    """Function in `model/pair_loss.py`; None: the cross entropy of each token."""
+    section: str | None = None
+    """Recipe key with the settings of the loss."""
+    nll_factor: float | str = 0.0
+    """Factor of the chosen answers' negative log-likelihood in the loss, or the key of the section that has it."""
+    loss_type: str | None = None
+    """The name of the loss in TRL's `loss_type` and LLaMA-Factory's `pref_loss`."""
+
+    @property
+    def meaning(self) -> str:
+        """Rows and reference, for the table of recipe keys."""
+        return ("answers" if self.num_answers == 1 else "pairs") + ", with a reference" * self.needs_reference
+
+
+OBJECTIVES: Mapping[Objective, ObjectiveKind] = {
+    "sft": ObjectiveKind(1),
+    "dpo": ObjectiveKind(2, needs_reference=True, loss="sigmoid", section="dpo", loss_type="sigmoid"),
+    "orpo": ObjectiveKind(2, averages=True, loss="odds_ratio", section="orpo", nll_factor=1.0, loss_type="orpo"),
+    "simpo": ObjectiveKind(
+        2, averages=True, loss="sigmoid", section="simpo", nll_factor="cpo_alpha", loss_type="simpo"
+    ),
+}
+"""All values of `objective`. The first is the default, and the first of pairs what `init` chooses for pairs."""
+
+PAIR_OBJECTIVES = tuple(name for name, kind in OBJECTIVES.items() if kind.num_answers == 2)
+
+
 ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MIB = 1024**2
 GIB = 1024**3
@@ -62,6 +62,12 @@ def format_loss(loss: float) -> str:
 def escape_controls(text: str, kept: str = "") -> str:
     """Control characters but those of `kept` escaped, so that no name, row or message can steer the terminal."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def either(names: Iterable[str]) -> str:
+    """Names with `or` before the last: `dpo, orpo or simpo`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def counted(count: int, name: str) -> str:

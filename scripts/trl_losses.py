@@ -103,7 +103,7 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[int]]:
     planner = make_planner(setup)
     microbatches, _ = make_pairs(setup, [[[index] for index in range(len(setup.dataset.rows))]])
     with make_engine(setup) as engine:
-        if setup.recipe.objective == "dpo":
+        if setup.recipe.objective_kind.needs_reference:
             microbatches = add_references(Scorer(engine, planner, 1, lambda: False), microbatches, step=0)
         result = engine.run_step(microbatches, planner.schedule(1), step=0)
     gradients = {name: setup.store.gradient(name).clone() for name in setup.store.trainable_names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
@@ -9,23 +10,29 @@ import pytest
 import torch
 
 from roundpipe_cli.choices import (
+    OBJECTIVES,
     OPTIMIZER_KEYS,
     OPTIMIZERS,
     PACKED_FORMATS,
+    PAIR_OBJECTIVES,
     ROW_KINDS,
     SCALE_BYTES,
     SCHEDULE_KINDS,
     SCHEDULES,
+    Objective,
     OptimizerName,
     PackedFormat,
     PackedName,
+    PairLossName,
     RowType,
 )
 from roundpipe_cli.data.columns import unused_columns
 from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.model.pair_loss import PAIR_LOSSES, Preference, pair_loss
 from roundpipe_cli.model.stored.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.optimizer import RULES, make_rule
+from tests.support.sources import PACKAGE
 
 KEYS = {field.name for field in fields(Recipe)}
 
@@ -50,6 +57,37 @@ def test_every_type_of_rows_has_its_columns_and_its_rules() -> None:
         if kind.num_answers < 2:
             with pytest.raises(BadRowError, match="preference pair"):
                 unused_columns(row, {"question"}, name)
+
+
+def test_every_objective_has_its_loss_and_its_settings() -> None:
+    """Story: a name that was added to the list alone was accepted and documented, and a sigmoid without a reference was
+    trained."""
+    assert set(get_args(Objective)) == set(OBJECTIVES) and next(iter(OBJECTIVES)) == Recipe.objective
+    assert {OBJECTIVES[name].loss for name in PAIR_OBJECTIVES} == set(get_args(PairLossName)) == set(PAIR_LOSSES)
+    assert len({OBJECTIVES[name].loss_type for name in PAIR_OBJECTIVES} - {None}) == len(PAIR_OBJECTIVES)
+    for name in PAIR_OBJECTIVES:
+        recipe, kind = Recipe(model="m", datasets=(), objective=name), OBJECTIVES[name]
+        assert kind.section in KEYS and recipe.trains_pairs and hasattr(recipe.loss_settings, "beta")
+        assert isinstance(kind.nll_factor, float) or hasattr(recipe.loss_settings, kind.nll_factor)
+    with pytest.raises(AssertionError, match="compares no answers"):
+        pair_loss(torch.zeros(2), torch.tensor([0, 2]), (2, 2), Preference(Recipe.objective, 0.1))
+
+
+def _compared(tree: ast.AST) -> set[str]:
+    """Text that a file compares something with, also as the default of what it compares."""
+    compared = [node for node in ast.walk(tree) if isinstance(node, (ast.Compare, ast.match_case))]
+    inner = [one for node in compared for part in ([node.pattern] if isinstance(node, ast.match_case) else [node])
+             for one in ast.walk(part)]  # fmt: skip
+    return {node.value for node in inner if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_no_file_but_the_table_compares_an_objectives_name() -> None:
+    """13 files did; the table's answers are asked instead."""
+    assert _compared(ast.parse("x.get('y', 'sft') != z or x in ('dpo',)")) == {"y", "sft", "dpo"}
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 100
+    wrong = {file.name: names for file in files if (names := _compared(ast.parse(file.read_text())) & set(OBJECTIVES))}
+    assert wrong == {}
 
 
 def test_no_rule_and_no_name_is_without_entry() -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from roundpipe_cli.choices import OBJECTIVES
 from roundpipe_cli.cli.output import say, say_data, say_json
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.units import either
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.convert_rules import Conversion, Job
@@ -32,7 +34,7 @@ def convert(
     ] = 1,
     objective: Annotated[
         str | None,
-        typer.Option("--objective", help="sft, dpo, orpo or simpo, for a file of TRL that does not say which it is."),
+        typer.Option("--objective", help=f"{either(OBJECTIVES)}, for a file of TRL that does not say which it is."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -41,7 +43,6 @@ def convert(
     Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
     """
     say(f"reading {file} ...")
-    from roundpipe_cli.choices import PAIR_OBJECTIVES
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.recipe.convert import convert_file, refuse_scripts
     from roundpipe_cli.recipe.convert_tables import TOOLS
@@ -63,8 +64,7 @@ def convert(
             hint="roundpipe convert axolotl.yaml --output mine.yaml",
         ) from None
     tool = _chosen("--from", from_, TOOLS, f"tool {from_} to convert from")
-    jobs: tuple[Job, ...] = ("sft", *PAIR_OBJECTIVES)
-    job = _chosen("--objective", objective, jobs, f"objective {objective}")
+    job: Job | None = _chosen("--objective", objective, tuple(OBJECTIVES), f"objective {objective}")
     result = convert_file(raw, str(file), tool=tool, num_gpus=gpus, objective=job)
     _pack_where_the_model_may(result)
     text = result.text(file.name)

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES
+from roundpipe_cli.units import either
+
 
 def init(
     model: Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file or package:NAME.")] = None,
@@ -18,7 +21,10 @@ def init(
         str | None, typer.Option(help="lora, qlora (4-bit base weights) or full.", show_default="by size and memory")
     ] = None,
     objective: Annotated[
-        str | None, typer.Option(help="sft, dpo, orpo or simpo.", show_default="dpo for preference pairs, else sft")
+        str | None,
+        typer.Option(
+            help=f"{either(OBJECTIVES)}.", show_default=f"{PAIR_OBJECTIVES[0]} for preference pairs, else sft"
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Recipe to write; not given: the model's name.yaml.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from roundpipe_cli.choices import PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.analytic import case_of
@@ -36,10 +36,10 @@ from roundpipe_cli.planning.solve import Change, changed, remedies
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, resolve_path
-from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Objective, Recipe, trained_kind
+from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Recipe, trained_kind
 from roundpipe_cli.recipe.strict_yaml import parse_scalar
 from roundpipe_cli.regular_files import named_path
-from roundpipe_cli.units import counted, format_bytes, format_count
+from roundpipe_cli.units import counted, either, format_bytes, format_count
 
 if TYPE_CHECKING:
     from roundpipe_cli.data.sources import Source
@@ -165,7 +165,6 @@ def ask_and_write(answers: dict[str, str], output: Path | None, *, method: str |
 
 # Settings: those of a plan, with its remedy where it needs one.
 
-OBJECTIVES: tuple[Objective, ...] = ("sft", *PAIR_OBJECTIVES)
 METHOD_ANSWERS: dict[str, Literal["lora", "full"]] = {"lora": "lora", "qlora": "lora", "full": "full"}
 """Answers to `--method` -> the recipe's method; `qlora` also packs the base weights in 4 bit."""
 LOOKED_AT = 20
@@ -284,22 +283,30 @@ def choose_objective(given: str | None, method: str | None, pairs: bool | None) 
     """
     if given is not None and given not in OBJECTIVES:
         raise RefusedError("unknown objective", where="--objective", found=given, expected=", ".join(OBJECTIVES))
-    if given == "sft" and pairs:
-        found, hint = "preference pairs: a chosen and a rejected answer", "--objective dpo, orpo or simpo"
-        raise RefusedError("sft trains on answers", where="--objective", found=found, hint=hint)
-    if given not in (None, "sft") and pairs is False:
+    usual, fitting = PAIR_OBJECTIVES[0], [name for name in PAIR_OBJECTIVES if method != "full" or not _refers(name)]
+    asked = next((name for name in OBJECTIVES if name == given), None)
+    objective = asked or (fitting[0] if pairs else Recipe.objective)
+    if objective not in PAIR_OBJECTIVES:
+        if pairs:
+            found, hint = "preference pairs: a chosen and a rejected answer", f"--objective {either(PAIR_OBJECTIVES)}"
+            raise RefusedError(f"{objective} trains on answers", where="--objective", found=found, hint=hint)
+        return objective, ""
+    if pairs is False:
         expected = "columns chosen and rejected"
         raise RefusedError(f"{given} needs preference pairs", where="--objective", found="others", expected=expected)
-    if given == "dpo" and method == "full":
-        hint = "--objective orpo or simpo, or --method lora"
-        raise RefusedError("objective dpo needs method lora", where="--method", found="full", hint=hint)
-    rows = "the rows are preference pairs" if pairs else "as asked"
-    if given in (None, "dpo") and (pairs or given):
-        if method != "full":
-            return "dpo", f"objective dpo: {rows}; the reference is the model without the adapters."
-        return "orpo", f"objective orpo: {rows}; dpo needs method lora, as its reference is the model without adapters."
-    objective: Objective = next(name for name in OBJECTIVES if name == (given or "sft"))
-    return objective, f"objective {objective}: {rows}." if objective != "sft" else ""
+    if objective not in fitting:
+        hint = f"--objective {either(fitting)}, or --method lora"
+        raise RefusedError(f"objective {given} needs method lora", where="--method", found="full", hint=hint)
+    why = f"objective {objective}: {'the rows are preference pairs' if pairs else 'as asked'}"
+    if _refers(objective):
+        why += "; the reference is the model without the adapters"
+    elif asked is None and objective != usual:
+        why += f"; {usual} needs method lora, as its reference is the model without adapters"
+    return objective, f"{why}."
+
+
+def _refers(objective: Objective) -> bool:
+    return OBJECTIVES[objective].needs_reference
 
 
 def choose_settings(
@@ -309,7 +316,7 @@ def choose_settings(
     num_rows: int | None = None,
     *,
     method: str | None = None,
-    objective: Objective = "sft",
+    objective: Objective = Recipe.objective,
 ) -> Choice:
     """Settings for `model` on the machine `hardware` in words, or on this one.
 
@@ -423,7 +430,7 @@ def _about_devices(dtype: DType, by_processor: bool) -> Iterator[str]:
 def _method(
     architecture: Architecture, machine: Hardware, dtype: DType, *, asked: str | None, objective: Objective
 ) -> tuple[Literal["lora", "full"], str]:
-    if asked is not None or objective == "dpo":
+    if asked is not None or _refers(objective):
         return METHOD_ANSWERS[asked or "lora"], f"method {asked}: as asked." if asked else ""
     settings = TrainingSettings(SEQUENCE, num_microbatches=1, method="full", dtype=dtype)
     full = judge_coarsest(case_of(architecture, settings, machine))

@@ -75,7 +75,7 @@ def check_environment(recipe: Recipe) -> torchrun.Process:
 
 def _refuse_unshareable(recipe: Recipe, count: int) -> None:
     alone = (
-        ("objective", recipe.objective, "sft"),
+        ("objective", recipe.objective, Recipe.objective),
         ("on_oom", recipe.on_oom, "stop"),
         ("load_best_model_at_end", recipe.load_best_model_at_end, False),
     )

@@ -1,16 +1,16 @@
 """Losses of preference pairs, on the log-probabilities of whole sequences.
 
-    c, r       log-probability of the chosen and of the rejected answer: its sum over tokens (DPO), or their mean
-    reward     beta * (log-probability - that of the reference model, DPO only)
-    margin     reward of the chosen - reward of the rejected answer
+    c, r         log-probability of the chosen and of the rejected answer, less that under the reference model where
+                 the objective has one; the sum over the answer's tokens, or their mean (`choices.OBJECTIVES`)
+    reward       beta * log-probability; with a reference of the sum, whatever the loss takes
 
-    dpo        -log sigmoid(margin)                                                            (arXiv 2305.18290)
-    simpo      -log sigmoid(margin - simpo_gamma)                                              (arXiv 2405.14734)
-               label smoothing s: (1 - s) * that + s * -log sigmoid(of the negative)
-    orpo       -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)   (arXiv 2403.07691)
+    sigmoid      -log sigmoid(beta * (c - r) - simpo_gamma)             (DPO, arXiv 2305.18290; SimPO, arXiv 2405.14734)
+                 label smoothing s: (1 - s) * that + s * -log sigmoid(of the negative)
+    odds_ratio   -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)
+                                                                                                (ORPO, arXiv 2403.07691)
 
-Summed over pairs. ORPO, and SimPO with `cpo_alpha`, add the chosen sequences' negative log-likelihood; its weights
-say what it is a mean over.
+Summed over pairs. Some objectives add the chosen sequences' negative log-likelihood; its weights say what it is a mean
+over.
 
 P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones, in the same order. B =
 2P sequences of T tokens; N target tokens.
@@ -18,12 +18,13 @@ P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from roundpipe_cli.choices import PairObjective
+from roundpipe_cli.choices import OBJECTIVES, Objective, PairLossName
 
 SURE = -1.0e-7
 """Highest mean log-probability that has odds: a higher one is float32's rounding."""
@@ -33,11 +34,11 @@ SURE = -1.0e-7
 class Preference:
     """Inputs of the loss beside the model's own log-probabilities."""
 
-    reference: torch.Tensor | None
-    """float64 [2P]: log-probability of each sequence under the reference model; None where there is none (yet)."""
+    objective: Objective
     beta: float
+    reference: torch.Tensor | None = None
+    """float64 [2P]: log-probability of each sequence under the reference model; None where there is none (yet)."""
     label_smoothing: float = 0.0
-    objective: PairObjective = "dpo"
     simpo_gamma: float = 0.0
     nll_weights: torch.Tensor | None = None
     """float64 [2P]: factor of each sequence's negative log-likelihood, which is summed over its target tokens; None: it
@@ -89,9 +90,14 @@ def pair_loss(
         is_answer = preference.is_answer.flatten()[indices + 1].to(is_answer.dtype)
     policy = sequence_sums(log_probabilities * is_answer, indices, shape)
     counts = torch.ones_like(policy)
-    if preference.objective != "dpo":  # a sequence's log-probability is the mean over its tokens, not their sum
+    kind = OBJECTIVES[preference.objective]
+    assert kind.loss is not None, f"objective {preference.objective} compares no answers"
+    if kind.averages:
         counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
-    loss, slopes, sums = preference_loss(policy / counts, preference)
+    gained = policy if preference.reference is None else policy - preference.reference
+    loss, slopes = PAIR_LOSSES[kind.loss](gained / counts, preference)
+    chosen, rejected = (preference.beta * (gained if kind.needs_reference else gained / counts)).chunk(2)
+    sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()])
     factors = -(slopes / counts).float()[sequences] * is_answer
     nll = torch.zeros_like(loss)
     if preference.nll_weights is not None:
@@ -100,25 +106,28 @@ def pair_loss(
     return loss + nll, factors[:, None], torch.cat([sums, nll[None]])
 
 
-def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss of the pairs alone, without the negative log-likelihood: its sum, its gradient with respect to `policy`, and
-    the first sums of `Rewards` (float64 [3]). `policy`: float64 [2P], log-probability of each sequence.
-    """
-    gained = policy if preference.reference is None else policy - preference.reference
-    chosen, rejected = (preference.beta * gained).chunk(2)
-    sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()])
-    if preference.objective == "orpo":
-        return *_odds_ratio_loss(policy, preference.beta), sums
+# The losses: of log-probabilities of sequences, float64 [2P], to the sum over the pairs and its gradient with respect to
+# them, float64 [2P].
+
+PairLoss = Callable[[torch.Tensor, Preference], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _sigmoid(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = (preference.beta * scores).chunk(2)
     margin, smoothing = chosen - rejected - preference.simpo_gamma, preference.label_smoothing
     loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
     slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
-    return loss.sum(), torch.cat([slope, -slope]), sums
+    return loss.sum(), torch.cat([slope, -slope])
 
 
-def _odds_ratio_loss(policy: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    sure = policy.clamp(max=SURE)
+def _odds_ratio(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor]:
+    sure = scores.clamp(max=SURE)
     rest = -torch.expm1(sure)  # 1 - p; the slope of log(p / (1 - p)) with respect to log p is 1 / (1 - p)
     chosen, rejected = (sure - rest.log()).chunk(2)
-    ratio = chosen - rejected
+    ratio, beta = chosen - rejected, preference.beta
     slope = -beta * torch.sigmoid(-ratio)
     return -beta * logsigmoid(ratio).sum(), torch.cat([slope, -slope]) / rest
+
+
+PAIR_LOSSES: Mapping[PairLossName, PairLoss] = {"sigmoid": _sigmoid, "odds_ratio": _odds_ratio}
+"""All values of `ObjectiveKind.loss`."""

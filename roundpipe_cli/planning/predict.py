@@ -116,7 +116,7 @@ def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
 
 def reference_s(question: PlanRequest, cut: StageCut) -> float:
     """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
-    if question.loaded.recipe.objective != "dpo":
+    if not question.loaded.recipe.objective_kind.needs_reference:
         return 0.0
     costs, workers, wanted = step_costs(question, cut), question.num_workers, question.settings.num_microbatches
     covered = max((last for _, last in cut.forward_stages), default=-1)

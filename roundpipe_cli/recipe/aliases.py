@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
 from roundpipe_cli.recipe.foreign import OTHER_JOBS, answer_of
 
 Writes = dict[str, Any]
@@ -96,9 +96,12 @@ def _words(target: str) -> AliasConversion:
     return writes_of
 
 
+_SINGLE_STAGES = (None, "sft", "pt")
+
+
 def _job(value: Any) -> Writes:
     """LLaMA-Factory's `stage` and axolotl's `rl`."""
-    if value in ("sft", "pt", None):
+    if value in _SINGLE_STAGES:
         return {}
     if value in PAIR_OBJECTIVES:
         return {"objective": value}
@@ -138,7 +141,7 @@ ALIASES: dict[str, AliasConversion] = {
 }
 """Dotted key of another trainer -> its meaning here."""
 
-SECTIONS = ("lora", "dpo", "orpo", "simpo", "pipeline", "nodes")
+SECTIONS = ("lora", *(kind.section for kind in OBJECTIVES.values() if kind.section), "pipeline", "nodes")
 """Sections of a recipe, in which keys of other trainers are answered as at its top."""
 
 REMOVED: dict[str, str] = {

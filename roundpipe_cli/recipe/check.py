@@ -11,12 +11,20 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
+from roundpipe_cli.choices import (
+    OBJECTIVES,
+    OPTIMIZER_KEYS,
+    OPTIMIZERS,
+    PACKED_FORMATS,
+    PAIR_OBJECTIVES,
+    SCHEDULE_KINDS,
+)
 from roundpipe_cli.errors import Problem, one_edit_apart
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.foreign import answer_to, hint_for, hint_for_dataset
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
+from roundpipe_cli.units import either
 
 MAX_SHOWN = 30
 """Problems shown one by one; the rest are counted."""
@@ -481,7 +489,7 @@ def _find_above_peak(recipe: Recipe, given: dict[str, Any], findings: Findings) 
 NEEDS_EVALUATION = ("eval_steps", "eval_samples", "load_best_model_at_end", "early_stopping_patience")
 """Keys without effect where there are no rows to evaluate on."""
 PAIRS = "preference"
-PAIRS_HINT = "add the line `objective: dpo` (or orpo, simpo)"
+PAIRS_HINT = f"add the line `objective: {PAIR_OBJECTIVES[0]}` (or {either(PAIR_OBJECTIVES[1:])})"
 SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
 """Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
@@ -534,8 +542,8 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
         for key in NEEDS_EVALUATION:
             yield key, "needs rows to evaluate on", "add a line such as `val_set_size: 0.05`, or eval_datasets"
     if recipe.trains_pairs:
-        # with orpo and simpo a prompt's log-probability would be part of the means that are compared
-        for key in ("label_smoothing_factor", *(["train_on_inputs"] if recipe.objective != "dpo" else [])):
+        # of means that are compared, a prompt's log-probability would be a part
+        for key in ("label_smoothing_factor", *(["train_on_inputs"] if recipe.objective_kind.averages else [])):
             yield key, f"is not offered with objective {recipe.objective}", None
 
 
@@ -600,9 +608,10 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     if has_pairs and recipe.packs:  # `auto` is off with pairs
         findings.add(("packing",), f"packing is not offered with objective {objective}", hint="delete the line packing")
-    if objective == "dpo" and recipe.method != "lora":
-        why = "the reference leaves the trained adapter out, or has its start; objective orpo and simpo need none"
-        findings.add(("method",), "objective dpo needs method lora", found=recipe.method, hint=why)
+    if recipe.objective_kind.needs_reference and recipe.method != "lora":
+        others = either(name for name in PAIR_OBJECTIVES if not OBJECTIVES[name].needs_reference)
+        why = f"the reference leaves the trained adapter out, or has its start; objective {others} needs none"
+        findings.add(("method",), f"objective {objective} needs method lora", found=recipe.method, hint=why)
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:

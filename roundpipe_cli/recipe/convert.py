@@ -15,11 +15,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from roundpipe_cli.choices import PAIR_OBJECTIVES
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, is_off
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
-from roundpipe_cli.recipe.convert_rules import Conversion, Job, is_pairs, job_of, reads_loss_key, short
+from roundpipe_cli.recipe.convert_rules import (
+    PAIR_STAGE,
+    Conversion,
+    Job,
+    has_reference,
+    is_pairs,
+    job_of,
+    reads_loss_key,
+    short,
+)
 from roundpipe_cli.recipe.convert_tables import (
     DEFAULTS,
     LOGGING_STEPS,
@@ -47,16 +57,20 @@ from roundpipe_cli.recipe.foreign import (
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
-from roundpipe_cli.units import counted
+from roundpipe_cli.units import counted, either
 
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
 # Settings that only change the way there are converted, and named in the first line (`convert_tables.CHANGES`).
 
-_HINT = "DPO (loss sigmoid), ORPO and SimPO are converted; a file of TRL that does not say so: --objective dpo"
+_HINT = (
+    f"{either(PAIR_OBJECTIVES)} is converted; a file of TRL that does not say which: --objective {PAIR_OBJECTIVES[0]}"
+)
+
+_JOBS = either(("fine-tuning", "pretraining", *PAIR_OBJECTIVES))
 
 _OBJECTIVES = {
     **{"rm": REWARD, "ppo": REINFORCEMENT},
-    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "kto", "cpo"), PREFERENCES),
+    **dict.fromkeys((*PAIR_OBJECTIVES, "ipo", "kto", "cpo"), PREFERENCES),
 }
 """Values of `rl` and `stage`."""
 _METHODS = {"freeze": PART, "oft": "orthogonal fine-tuning (OFT)"}
@@ -87,7 +101,7 @@ def _refuse_other_jobs(data: Mapping[str, Any], tool: Tool, job: Job | None, nam
             f"this file asks for another job than a recipe does: {other}",
             where=name,
             found=found if found not in data else f"{found}: {shown_value(data[found])}",
-            expected="fine-tuning, pretraining, DPO, ORPO or SimPO of a text model, of all its weights or by LoRA",
+            expected=f"{_JOBS} of a text model, of all its weights or by LoRA",
             hint=_HINT if other == PREFERENCES else None,
         )
 
@@ -101,14 +115,14 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
             "trl": ("loss_type", PREFERENCES),
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
-        yield objective, "pref_loss" if (key, data[key]) == ("stage", "dpo") else key
+        yield objective, "pref_loss" if (key, data[key]) == ("stage", PAIR_STAGE) else key
     if data.get("finetuning_type") not in (None, "lora", "full"):
         yield _METHODS.get(str(data["finetuning_type"]), "an unknown method"), "finetuning_type"
     if tool == "axolotl" and data.get("adapter") not in (None, "", "none", False, "lora", "qlora"):
         yield "another kind of adapter than LoRA", "adapter"
     if data.get("lora_task_type") not in (None, "CAUSAL_LM"):
         yield CLASSIFIER, "lora_task_type"
-    if tool == "trl" and known == "sft" and not is_off(data.get("label_smoothing")):
+    if tool == "trl" and known is not None and not is_pairs(known) and not is_off(data.get("label_smoothing")):
         yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
     plugins = data.get("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
@@ -177,13 +191,14 @@ def convert_file(
     if is_unsloth:
         note = "A file of Unsloth's command line: its sections stand for TRL's arguments, named so here."
         result.notes.append(note)
-    if job == "dpo" and not result.is_lora:
+    if has_reference(job) and not result.is_lora:
+        without = either(objective for objective in PAIR_OBJECTIVES if not has_reference(objective))
         raise RefusedError(
-            "DPO of all weights needs a second model as the reference, which is not offered",
+            f"{job} of all weights needs a second model as the reference, which is not offered",
             where=name,
             found="no adapter",
-            expected="DPO by LoRA, whose reference is the base model; or ORPO or SimPO, which need no reference",
-            hint="train an adapter (LoRA), or choose ORPO or SimPO in the file",
+            expected=f"{job} by LoRA, whose reference is the base model; or {without}, which needs no reference",
+            hint=f"train an adapter (LoRA), or choose {without} in the file",
         )
     datasets, eval_datasets = read_datasets(result)
     if is_unsloth:  # it puts rows of every form into the chat template

@@ -14,6 +14,7 @@ from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Conversion, is_pairs
 from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FIELD_COLUMNS, Tool
 from roundpipe_cli.recipe.foreign import DATASET_CHANGES, TEMPLATED
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 from roundpipe_cli.regular_files import named_path
 
@@ -68,7 +69,7 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
     elif result.tool == "llama-factory":
         wanted = "dataset"
         datasets, eval_datasets = _factory_datasets("dataset", result), _factory_datasets("eval_dataset", result)
-        if result.job == "sft" and result.data.get("mask_history") is True:
+        if result.job == Recipe.objective and result.data.get("mask_history") is True:
             for entry in (*datasets, *eval_datasets):
                 entry["turns_to_train"] = "last"
     else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from roundpipe_cli.choices import PAIR_OBJECTIVES, PairObjective
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
 from roundpipe_cli.recipe.check import known_keys
@@ -111,27 +111,31 @@ def _own(key: str) -> ConversionRule:
 #
 # A tool reads such a key in one kind of job. Elsewhere it changes nothing, and neither does it here.
 
-Job = Literal["sft", "pretraining"] | PairObjective
-_LOSSES: Mapping[str, Job] = {"sigmoid": "dpo", "orpo": "orpo", "simpo": "simpo"}
-"""LLaMA-Factory's `pref_loss`."""
+Job = Objective | Literal["pretraining"]
+PAIR_STAGE = "dpo"
+"""LLaMA-Factory's `stage` and axolotl's `rl` beside which another key may name the loss."""
+_STAGES: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining"}
+_LOSSES: Mapping[str, Job] = {kind.loss_type: name for name, kind in OBJECTIVES.items() if kind.loss_type}
+"""LLaMA-Factory's `pref_loss`, axolotl's `dpo_loss_type` and TRL's `loss_type`, of which ORPO's is another trainer."""
 
 
 def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     """The job of a file, as far as its objective goes; None: one that is not offered."""
     if tool == "llama-factory":
         stage = "sft" if data.get("stage") is None else str(data["stage"])
-        stages: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining"}
-        return _LOSSES.get(str(data.get("pref_loss") or "sigmoid")) if stage == "dpo" else stages.get(stage)
+        return _LOSSES.get(str(data.get("pref_loss") or "sigmoid")) if stage == PAIR_STAGE else _STAGES.get(stage)
     if tool == "axolotl":
         if is_off(data.get("rl")):
             return "sft" if is_off(data.get("pretraining_dataset")) else "pretraining"
-        is_usual = data.get("dpo_loss_type") in (None, ["sigmoid"])
         kind = next((name for name in PAIR_OBJECTIVES if name == str(data["rl"]).lower()), None)
-        return kind if kind != "dpo" or is_usual else None
+        losses = data.get("dpo_loss_type")
+        if losses is None or kind != PAIR_STAGE:
+            return kind
+        return _LOSSES.get(str(losses[0])) if isinstance(losses, list) and len(losses) == 1 else None
     loss = data.get("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     sft = (None, "nll", "chunked_nll", "dft")
-    return "sft" if loss in sft else {"sigmoid": "dpo", "simpo": "simpo"}.get(str(loss))  # type: ignore[return-value]
+    return "sft" if loss in sft else _LOSSES.get(str(loss))
 
 
 def is_pairs(job: Job | None) -> bool:
@@ -139,14 +143,23 @@ def is_pairs(job: Job | None) -> bool:
     return job in PAIR_OBJECTIVES
 
 
-_BETAS = {"dpo": "dpo.beta", "orpo": "orpo.beta", "simpo": "simpo.beta"}
+def has_reference(job: Job | None) -> bool:
+    """Whether this job compares with a reference model."""
+    return any(name == job and kind.needs_reference for name, kind in OBJECTIVES.items())
+
+
+def _settings_named(key: str) -> Mapping[str, str]:
+    """Objective -> its dotted recipe key of this name, where it has one."""
+    dotted = {name: f"{kind.section}.{key}" for name, kind in OBJECTIVES.items() if kind.section}
+    return {name: path for name, path in dotted.items() if path in known_keys(Recipe)}
+
+
+_BETAS = _settings_named("beta")
 _TARGETS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "beta", "trl"), _BETAS),
     "orpo_alpha": _BETAS,
-    "simpo_gamma": {"simpo": "simpo.simpo_gamma"},
-    "cpo_alpha": {"simpo": "simpo.cpo_alpha"},
+    **{key: _settings_named(key) for key in ("simpo_gamma", "cpo_alpha", "label_smoothing")},
     "dpo_label_smoothing": {"dpo": "dpo.label_smoothing"},
-    "label_smoothing": {"dpo": "dpo.label_smoothing", "simpo": "simpo.label_smoothing"},
 }
 """Key of another tool -> objective -> recipe key."""
 
@@ -194,7 +207,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 
 def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     """The keys that a key of such losses becomes; nothing where the job does not read it."""
-    if not is_pairs(job) or key in _WITHOUT_EFFECT or (key == "dpo_loss_type" and job != "dpo"):
+    if not is_pairs(job) or key in _WITHOUT_EFFECT or (key == "dpo_loss_type" and not has_reference(job)):
         return {}
     if key in _DECIDE:
         return {"objective": job}
@@ -205,7 +218,7 @@ def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     if (target := _TARGETS.get(key, {}).get(job)) is not None:
         return {target: value}
     is_usual = is_off(value) or value in (0, 0.0, data.get("model_name_or_path"), "reverse_kl")
-    if key in _PAIR_CHANGES and not is_usual and not (job != "dpo" and _PAIR_CHANGES[key] == _REFERENCE):
+    if key in _PAIR_CHANGES and not is_usual and (has_reference(job) or _PAIR_CHANGES[key] != _REFERENCE):
         raise LeaveOutError("no counterpart here", _PAIR_CHANGES[key])
     return {}
 
@@ -279,7 +292,7 @@ def _adapters(value: Any, data: Data) -> Writes:
         raise LeaveOutError("merge them into the model first", "the base weights are without those adapters")
     writes = {"lora.start_from": value}
     what = "this adapter is the reference; LLaMA-Factory's is the base model below it"
-    return Partly(writes, what) if job_of(data, "llama-factory") == "dpo" else writes
+    return Partly(writes, what) if has_reference(job_of(data, "llama-factory")) else writes
 
 
 def _packing(value: Any, data: Data) -> Writes:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.units import either
 
 AnswerKind = Literal["idle", "other", "advice", "job"]
 
@@ -240,7 +241,7 @@ _OPTIMIZED = "write optim: adamw, with learning_rate, weight_decay, adam_beta1 a
 _IN_DTYPE = "write dtype: bfloat16, float16 or float32"
 REWARDED = "not here: it trains on rewards of answers that the model writes meanwhile, which TRL does"
 UNPAIRED = "not here, but in TRL: of such rows the wanted answers train with objective: sft, or pairs with dpo"
-_NO_OTHER_TERM = "not offered: the losses of pairs are DPO's sigmoid, ORPO and SimPO as their papers have them"
+_NO_OTHER_TERM = f"not offered: the losses of pairs are those of {either(PAIR_OBJECTIVES)}, as their papers have them"
 _REFERENCE = "the reference of objective dpo is the base model, or the adapter of lora.start_from as it is"
 _STARTS = "lora.init takes default and gaussian; starts that change the base weights are not offered"
 
@@ -302,7 +303,7 @@ _WRITE: Mapping[str, str] = {
     "packing: true packs rows, which never see each other": "neat_packing packing_strategy packed eval_packed",
     "write datasets: [{..., turns_to_train: last}]": "mask_history",
     "write datasets: [{..., roles_to_train: [assistant], train_on_eos: turn}]": "roles_to_train train_on_eos",
-    "write objective: dpo, orpo or simpo": "pref_loss loss_type dpo_loss_type loss",
+    f"write objective: {either(PAIR_OBJECTIVES)}": "pref_loss loss_type dpo_loss_type loss",
     "write it in the section of its objective: dpo: {beta: 0.1}": "pref_beta rl_beta dpo_beta orpo_alpha beta trl",
     "write it in its section: simpo: {simpo_gamma: 0.5}": "simpo_gamma gamma gamma_beta_ratio cpo_alpha simpo_alpha",
     "write it in its section: dpo: {label_smoothing: 0.1}": "dpo_label_smoothing",
@@ -547,7 +548,7 @@ def _by_beginning(kind: AnswerKind, key: str) -> Answer | None:
 _NO_4BIT_STATE = "not here; the nearest is adamw_8bit, whose state takes 2 bytes for each trained parameter"
 _FEWER_TRAINED = "write `method: full` and name what stays as it is: frozen_parameters"
 _NO_SUCH_ADAPTER = "not offered: adapters are LoRA's, with lora.use_dora, lora.use_rslora or lora.loraplus_lr_ratio"
-_NO_SUCH_LOSS = "not offered: objective is sft, dpo, orpo or simpo"
+_NO_SUCH_LOSS = f"not offered: objective is {either(OBJECTIVES)}"
 _OTHER_TRACKERS = ("swanlab", "comet_ml", "comet", "clearml", "neptune", "dvclive", "all", "codecarbon", "flyte", "aim")
 OTHER_JOBS = {
     **dict.fromkeys(("grpo", "gspo", "dapo", "ppo", "rloo", "online_dpo", "reinforce", "gdpo"), REWARDED),

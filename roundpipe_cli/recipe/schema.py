@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from roundpipe_cli.choices import (
+    OBJECTIVES,
     OPTIMIZERS,
     PACKED_FORMATS,
     PAIR_OBJECTIVES,
     ROW_KINDS,
     SCHEDULE_KINDS,
+    Objective,
+    ObjectiveKind,
     OptimizerKind,
     OptimizerName,
     PackedName,
-    PairObjective,
     RowRole,
     RowType,
     ScheduleName,
@@ -82,7 +84,8 @@ class Named:
 
     @property
     def meanings(self) -> str:
-        told = [f"{name} {kind.meaning}" for name, kind in self.table.items() if isinstance(kind, OptimizerKind)]
+        kinds = (OptimizerKind, ObjectiveKind)
+        told = [f"{name} {kind.meaning}" for name, kind in self.table.items() if isinstance(kind, kinds)]
         return "; ".join(told) + "." if told else ""
 
 
@@ -111,7 +114,6 @@ class InclusiveRange:
 # Parts of a recipe that are mappings of their own, and the types of values that keys share.
 
 Words = Annotated[str, NotEmpty()]
-Objective = Literal["sft"] | PairObjective
 PositiveInt = Annotated[int, Range(1)]
 StepInterval = Literal["epoch"] | PositiveInt | Annotated[float, Range(0, 1, above=True, below=True)]
 """Steps between two saves or evaluations; a number below 1 is a share of the run's steps, as in transformers."""
@@ -351,10 +353,10 @@ class Recipe:
     """Branch, tag or commit of a hub model. null is the default branch."""
     method: Literal["lora", "full"] = "lora"
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
-    objective: Objective = "sft"
-    """`sft` trains on answers; `dpo`, `orpo` and `simpo` on pairs of a chosen and a rejected answer (datasets of type
-    preference: columns prompt, chosen, rejected). The reference of `dpo` is the base model, or the adapter of
-    `lora.start_from` as it is, so it needs `method: lora`; the others need no reference."""
+    objective: Annotated[Objective, Named(OBJECTIVES)] = "sft"
+    """The loss, and the rows it trains on: answers, or pairs of a chosen and a rejected one (datasets of type
+    preference: columns prompt, chosen, rejected). A reference is the base model, or the adapter of `lora.start_from` as
+    it is, so it needs `method: lora`. Values:"""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     """Not used unless `objective` is dpo."""
     orpo: OrpoConfig = field(default_factory=OrpoConfig)
@@ -559,7 +561,23 @@ class Recipe:
     @property
     def trains_pairs(self) -> bool:
         """Whether a row is a preference pair: two sequences."""
-        return self.objective in PAIR_OBJECTIVES
+        return self.objective_kind.num_answers == 2
+
+    @property
+    def objective_kind(self) -> ObjectiveKind:
+        """The objective's entry in the table."""
+        return OBJECTIVES[self.objective]
+
+    @property
+    def loss_settings(self) -> object:
+        """The section of the objective; None: it has none."""
+        section = self.objective_kind.section
+        return None if section is None else getattr(self, section)
+
+    @property
+    def nll_on_prompt(self) -> bool | None:
+        """Whether the likelihood of chosen rows is of their prompts, too; None: the objective leaves no choice."""
+        return getattr(self.loss_settings, "nll_on_prompt", None)
 
     @property
     def rows_per_step(self) -> int:

@@ -1,7 +1,7 @@
 """Preference pairs: from rows with prompt, chosen and rejected answer to microbatches with their loss.
 
-DPO's reference model is the base model, or the adapter that is trained further as it was: the same engine with the
-adapters left out, or with their first weights, before each step.
+The reference model of an objective that has one is the base model, or the adapter that is trained further as it was:
+the same engine with the adapters left out, or with their first weights, before each step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.rows import grouping_of
+from roundpipe_cli.train.prepare.trainable import same_named
 from roundpipe_cli.train.scoring import Scorer
 
 
@@ -41,29 +42,23 @@ def _collated(setup: Setup, parts: Sequence[Sequence[Row]]) -> tuple[list[Microb
     """Microbatches with their loss, and the number of their tokens; `parts`: rows of each, the chosen ones first."""
     pad = pad_token_id(setup.tokenizer)
     loss, nll_factor = _loss(setup.recipe)
-    on_prompt = setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt
     microbatches, num_tokens = [], 0
     for rows in parts:
         num_tokens += sum(len(row.input_ids) for row in rows)
         microbatch = replace(collate_rows(rows, pad), preference=loss)
-        if on_prompt:
+        if setup.recipe.nll_on_prompt:
             microbatch = with_prompts(microbatch, rows[: len(rows) // 2])
         microbatches.append(microbatch)
-    by_answer = setup.recipe.objective == "orpo" and not on_prompt
     if nll_factor:
-        microbatches = with_nll(microbatches, nll_factor, by_answer=by_answer)
+        microbatches = with_nll(microbatches, nll_factor, by_answer=setup.recipe.nll_on_prompt is False)
     return microbatches, num_tokens
 
 
 def _loss(recipe: Recipe) -> tuple[Preference, float]:
     """The recipe's loss, and the factor of the chosen answers' negative log-likelihood in it."""
-    if recipe.objective == "orpo":
-        return Preference(None, recipe.orpo.beta, objective="orpo"), 1.0
-    if recipe.objective == "simpo":
-        own = recipe.simpo
-        loss = Preference(None, own.beta, own.label_smoothing, "simpo", simpo_gamma=own.simpo_gamma)
-        return loss, own.cpo_alpha
-    return Preference(None, recipe.dpo.beta, recipe.dpo.label_smoothing), 0.0
+    settings, factor = recipe.loss_settings, recipe.objective_kind.nll_factor
+    loss = Preference(objective=recipe.objective, **same_named(Preference, settings))
+    return loss, getattr(settings, factor) if isinstance(factor, str) else factor
 
 
 def with_prompts(microbatch: Microbatch, chosen: Sequence[Row]) -> Microbatch:
@@ -116,7 +111,7 @@ def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, di
     batches = grouping_of(setup.recipe, np.array(longer, dtype=np.int64)).group([(index,) for index in range(half)])
     parts = [[rows[index] for rows in (chosen, rejected) for (index,) in batch] for batch in batches]
     microbatches, _ = _collated(setup, parts)
-    if setup.recipe.objective == "dpo":
+    if setup.recipe.objective_kind.needs_reference:
         microbatches = add_references(scorer, microbatches, step)
     loss, tokens, rewards = 0.0, 0, []
     for microbatch, scored in zip(microbatches, scorer.scores(microbatches, step=step), strict=True):

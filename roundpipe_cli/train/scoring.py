@@ -51,7 +51,7 @@ class Scorer:
         """Scores of each microbatch, in order; see `Engine.score`.
 
         Args:
-            reference: by DPO's reference model: the weights that the store has put aside, or the base model.
+            reference: by the reference model: the weights that the store has put aside, or the base model.
 
         Raises:
             InterruptedScoring: between two passes, because the run is asked to stop.

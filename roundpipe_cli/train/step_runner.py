@@ -214,7 +214,7 @@ class StepRunner:
         if self.setup.rejected is None:
             return make_microbatches(self.setup, batches)
         microbatches, num_tokens = make_pairs(self.setup, batches)
-        if self.recipe.objective == "dpo":
+        if self.recipe.objective_kind.needs_reference:
             self.updater.wait()
             microbatches = add_references(self._references, microbatches, step)
         return microbatches, num_tokens

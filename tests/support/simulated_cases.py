@@ -196,7 +196,7 @@ def pairs() -> list[Microbatch]:
     made = []
     for microbatch in random_microbatches([(4, 6), (2, 5)]):
         reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
-        made.append(replace(microbatch, preference=Preference(reference, 0.3)))
+        made.append(replace(microbatch, preference=Preference("dpo", 0.3, reference)))
     return made
 
 

@@ -24,7 +24,7 @@ from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.events import Tell
 from roundpipe_cli.model.head import chunk_loss
-from roundpipe_cli.model.pair_loss import Preference, preference_loss
+from roundpipe_cli.model.pair_loss import PAIR_LOSSES, Preference
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
@@ -37,12 +37,12 @@ from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 BETA = 0.3
 SIZES = [(4, 11), (2, 9), (4, 7)]
 LOSSES: dict[str, tuple[Preference, float]] = {
-    "dpo": (Preference(None, BETA), 0.0),
-    "dpo, smoothed": (Preference(None, BETA, 0.1), 0.0),
-    "orpo by answer": (Preference(None, BETA, objective="orpo"), 1.0),
-    "orpo, nll on prompts": (Preference(None, BETA, objective="orpo"), 1.0),
-    "simpo": (Preference(None, 2.5, objective="simpo", simpo_gamma=0.8), 0.0),
-    "simpo, smoothed, with nll": (Preference(None, 2.5, 0.1, "simpo", simpo_gamma=0.8), 0.7),
+    "dpo": (Preference("dpo", BETA), 0.0),
+    "dpo, smoothed": (Preference("dpo", BETA, label_smoothing=0.1), 0.0),
+    "orpo by answer": (Preference("orpo", BETA), 1.0),
+    "orpo, nll on prompts": (Preference("orpo", BETA), 1.0),
+    "simpo": (Preference("simpo", 2.5, simpo_gamma=0.8), 0.0),
+    "simpo, smoothed, with nll": (Preference("simpo", 2.5, label_smoothing=0.1, simpo_gamma=0.8), 0.7),
 }
 """A loss without what depends on the rows, and its `cpo_alpha`; ORPO's is 1 by definition."""
 
@@ -180,7 +180,7 @@ def test_an_answer_of_probability_1_has_a_finite_loss() -> None:
     """Its odds are infinite, and so is the slope of TRL's formula; float32's log softmax rounds to 0 long before."""
     for policy in ([0.0, -3.0], [-3.0, 0.0], [0.0, 0.0], [-1e-9, -80.0]):
         scores = torch.tensor(policy, dtype=torch.float64)
-        loss, slopes, _ = preference_loss(scores, Preference(None, 0.1, objective="orpo"))
+        loss, slopes = PAIR_LOSSES["odds_ratio"](scores, Preference("orpo", 0.1))
         assert loss.isfinite() and slopes.isfinite().all(), policy
 
 

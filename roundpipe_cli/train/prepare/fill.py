@@ -84,7 +84,7 @@ def fill_store(
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
     for name, values in first if start is None else _started_from(start, model, store).items():
         store.set_parameter(name, values)
-    if start is not None and recipe.objective == "dpo":
+    if start is not None and recipe.objective_kind.needs_reference:
         store.keep_reference()
 
 

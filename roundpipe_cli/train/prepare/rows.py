@@ -55,7 +55,7 @@ def read_rows(
     settings = data_settings(loaded, offline)
     if loaded.recipe.trains_pairs:
         chosen = build_pairs(settings, tokenizer, tell)
-        if loaded.recipe.objective == "orpo" and loaded.recipe.orpo.nll_on_prompt:
+        if loaded.recipe.nll_on_prompt:
             chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
         return chosen, chosen.rejected
     return build_dataset(settings, tokenizer, tell), None

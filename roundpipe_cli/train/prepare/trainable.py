@@ -167,7 +167,7 @@ def start_hash(start: Path | None, recipe: Recipe) -> str:
     """
     if start is None:
         return ""
-    names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if recipe.objective == "dpo" else (ADAPTER_CONFIG,)
+    names = (ADAPTER_CONFIG, *([ADAPTER_WEIGHTS] if recipe.objective_kind.needs_reference else []))
     try:
         return hashlib.sha256("".join(sha256_of(start / name) for name in names).encode()).hexdigest()
     except OSError as error:
@@ -176,11 +176,11 @@ def start_hash(start: Path | None, recipe: Recipe) -> str:
 
 def describe_reference(recipe: Recipe, source: ModelSource, start: Path | None) -> str | None:
     """A notice about DPO's reference model; None: the objective has none."""
-    if recipe.objective != "dpo":
+    if not recipe.objective_kind.needs_reference:
         return None
     if start is None:
-        return f"reference model of dpo: {source.name}, without the adapter that is trained"
-    return f"reference model of dpo: {source.name} with the adapter {start} as it is, which is trained further"
+        return f"reference model of {recipe.objective}: {source.name}, without the adapter that is trained"
+    return f"reference model of {recipe.objective}: {source.name} with the adapter {start} as it is, which is trained further"
 
 
 def refuse_other_shape(lora: LoraConfig, adapter: Any, folder: Path) -> None:
