@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Objective = Literal["sft", "dpo", "orpo", "simpo"]
-PairLossName = Literal["sigmoid", "odds_ratio"]
+Objective = Literal["sft", "dpo", "orpo", "simpo", "ipo"]
+PairLossName = Literal["sigmoid", "odds_ratio", "squared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ OBJECTIVES: Mapping[Objective, ObjectiveKind] = {
     "simpo": ObjectiveKind(
         2, averages=True, loss="sigmoid", section="simpo", nll_factor="cpo_alpha", loss_type="simpo"
     ),
+    "ipo": ObjectiveKind(2, needs_reference=True, averages=True, loss="squared", section="ipo", loss_type="ipo"),
 }
 """All values of `objective`. The first is the default, and the first of pairs what `init` chooses for pairs."""
 

@@ -1,4 +1,4 @@
-"""Loss, rewards and gradients of one batch of preference pairs against TRL's own trainers: DPO, ORPO, SimPO; float32.
+"""Loss, rewards and gradients of a batch of pairs against TRL's own trainers: DPO, IPO, ORPO, SimPO; float32.
 
     python scripts/trl_losses.py                    8 pairs of recipes/preferences.jsonl
     python scripts/trl_losses.py --pairs 2 --only orpo
@@ -52,6 +52,7 @@ class Case:
 
 CASES = {
     "dpo": Case("DPO", {"beta": 0.3}, ("objective=dpo", "dpo.beta=0.3")),
+    "ipo": Case("DPO", {"loss_type": "ipo", "beta": 0.3}, ("objective=ipo", "ipo.beta=0.3")),
     "orpo": Case("ORPO", {"beta": 0.1}, ("objective=orpo",)),
     "orpo, beta 1": Case("ORPO", {"beta": 1.0}, ("objective=orpo", "orpo.beta=1")),
     "simpo": Case(

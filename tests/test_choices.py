@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
+import roundpipe_cli
 from roundpipe_cli.choices import (
     OBJECTIVES,
     OPTIMIZER_KEYS,
@@ -32,8 +34,9 @@ from roundpipe_cli.model.pair_loss import PAIR_LOSSES, Preference, pair_loss
 from roundpipe_cli.model.stored.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.optimizer import RULES, make_rule
-from tests.support.sources import PACKAGE
 
+REQUIRED: dict[str, Any] = {"model": "m", "datasets": (), "learning_rate": 1.0, "output_dir": "out"}
+PACKAGE = Path(roundpipe_cli.__file__).parent
 KEYS = {field.name for field in fields(Recipe)}
 
 
@@ -66,7 +69,7 @@ def test_every_objective_has_its_loss_and_its_settings() -> None:
     assert {OBJECTIVES[name].loss for name in PAIR_OBJECTIVES} == set(get_args(PairLossName)) == set(PAIR_LOSSES)
     assert len({OBJECTIVES[name].loss_type for name in PAIR_OBJECTIVES} - {None}) == len(PAIR_OBJECTIVES)
     for name in PAIR_OBJECTIVES:
-        recipe, kind = Recipe(model="m", datasets=(), objective=name), OBJECTIVES[name]
+        recipe, kind = Recipe(**REQUIRED, objective=name), OBJECTIVES[name]
         assert kind.section in KEYS and recipe.trains_pairs and hasattr(recipe.loss_settings, "beta")
         assert isinstance(kind.nll_factor, float) or hasattr(recipe.loss_settings, kind.nll_factor)
     with pytest.raises(AssertionError, match="compares no answers"):

@@ -8,6 +8,7 @@
                  label smoothing s: (1 - s) * that + s * -log sigmoid(of the negative)
     odds_ratio   -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)
                                                                                                 (ORPO, arXiv 2403.07691)
+    squared      (c - r - 1 / (2 * beta))^2                                                      (IPO, arXiv 2310.12036)
 
 Summed over pairs. Some objectives add the chosen sequences' negative log-likelihood; its weights say what it is a mean
 over.
@@ -106,7 +107,7 @@ def pair_loss(
     return loss + nll, factors[:, None], torch.cat([sums, nll[None]])
 
 
-# The losses: of log-probabilities of sequences, float64 [2P], to the sum over the pairs and its gradient with respect to
+# Losses: of log-probabilities of sequences, float64 [2P], to the sum over the pairs and its gradient with respect to
 # them, float64 [2P].
 
 PairLoss = Callable[[torch.Tensor, Preference], tuple[torch.Tensor, torch.Tensor]]
@@ -129,5 +130,11 @@ def _odds_ratio(scores: torch.Tensor, preference: Preference) -> tuple[torch.Ten
     return -beta * logsigmoid(ratio).sum(), torch.cat([slope, -slope]) / rest
 
 
-PAIR_LOSSES: Mapping[PairLossName, PairLoss] = {"sigmoid": _sigmoid, "odds_ratio": _odds_ratio}
+def _squared(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = scores.chunk(2)
+    distance = chosen - rejected - 1 / (2 * preference.beta)
+    return (distance**2).sum(), torch.cat([2 * distance, -2 * distance])
+
+
+PAIR_LOSSES: Mapping[PairLossName, PairLoss] = {"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared}
 """All values of `ObjectiveKind.loss`."""

@@ -70,7 +70,7 @@ _JOBS = either(("fine-tuning", "pretraining", *PAIR_OBJECTIVES))
 
 _OBJECTIVES = {
     **{"rm": REWARD, "ppo": REINFORCEMENT},
-    **dict.fromkeys((*PAIR_OBJECTIVES, "ipo", "kto", "cpo"), PREFERENCES),
+    **dict.fromkeys((*PAIR_OBJECTIVES, "kto", "cpo"), PREFERENCES),
 }
 """Values of `rl` and `stage`."""
 _METHODS = {"freeze": PART, "oft": "orthogonal fine-tuning (OFT)"}

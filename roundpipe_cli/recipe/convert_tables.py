@@ -55,6 +55,7 @@ DEFAULTS: Mapping[tuple[Tool, str], Mapping[str, Any]] = {
     ("trl", "dpo"): {"learning_rate": 1.0e-6},
     ("trl", "orpo"): {"learning_rate": 1.0e-6},
     ("trl", "simpo"): {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
+    ("trl", "ipo"): {"learning_rate": 1.0e-6},
     ("trl", "lora"): {
         **{"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(PEFT_TARGETS)},
     },

@@ -555,7 +555,7 @@ OTHER_JOBS = {
     **dict.fromkeys(("kto", "bco"), UNPAIRED),
     **dict.fromkeys(("rm", "reward", "prm"), f"not offered: {REWARD}"),
     **dict.fromkeys(("gkd", "kd", "distillation"), f"not offered: {DISTILLATION}"),
-    **dict.fromkeys(("ipo", "hinge", "robust", "cpo", "nca", "sppo", "exo", "apo", "tdpo", "xpo"), _NO_SUCH_LOSS),
+    **dict.fromkeys(("hinge", "robust", "cpo", "nca", "sppo", "exo", "apo", "tdpo", "xpo"), _NO_SUCH_LOSS),
 }
 """Objectives of other trainers -> the answer."""
 

@@ -232,6 +232,15 @@ class SimpoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IpoConfig:
+    """Identity preference optimisation (arXiv 2310.12036), by means over tokens as in TRL. Used when `objective` is
+    ipo."""
+
+    beta: Annotated[float, Range(0, above=True)] = 0.1
+    """The margin that training aims at is 1 / (2 x beta): larger stays closer to the reference model."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """One source of rows."""
 
@@ -363,6 +372,8 @@ class Recipe:
     """Not used unless `objective` is orpo."""
     simpo: SimpoConfig = field(default_factory=SimpoConfig)
     """Not used unless `objective` is simpo."""
+    ipo: IpoConfig = field(default_factory=IpoConfig)
+    """Not used unless `objective` is ipo."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters; not used when `method` is full."""
     load_in_4bit: bool = False

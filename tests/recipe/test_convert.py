@@ -292,7 +292,18 @@ NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 """Their weights are frozen."""
 NOT_OF_PEERS = {
     *("on_device_loss", "model", "micro_batch_tokens", "float16_accumulation", "load_in_fp8", "method", "objective"),
-    *("dpo", "orpo", "simpo", "lora", "lora.expert_r", "datasets", "pipeline", "nodes", "resume_from_checkpoint"),
+    *(
+        "dpo",
+        "orpo",
+        "simpo",
+        "ipo",
+        "lora",
+        "lora.expert_r",
+        "datasets",
+        "pipeline",
+        "nodes",
+        "resume_from_checkpoint",
+    ),
     *("lr_above_peak", "long_rows_overlap", "check_longest_rows"),
 }
 """Sections, keys that no other tool has, what every file has, and the checkpoint, whose value decides: another
@@ -301,7 +312,7 @@ program's is not read."""
 
 def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     """Reasons outlived their features: early stopping, the best weights and chat templates were all refused once."""
-    sections = ("lora", "dpo", "orpo", "simpo", "pipeline", "nodes")
+    sections = ("lora", "dpo", "orpo", "simpo", "ipo", "pipeline", "nodes")
     keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
     assert keys - NOT_OF_PEERS == set(SAMPLES)
     for name in (*known_keys(Recipe), *ALIASES):
@@ -409,7 +420,7 @@ def test_mask_history_trains_the_last_answer(tmp_path: Path) -> None:
     assert "turns_to_train" not in converted("llama-factory", "mask_history: false").recipe["datasets"][0]
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "ipo"])
 def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str) -> None:
     """TRL's trainers share most keys: a file for DPOTrainer with a beta was refused, one without was taken for SFT."""
     file = "model_name_or_path: a/b\ndataset_name: org/pairs\nuse_peft: true\nlora_target_modules: all-linear\n"

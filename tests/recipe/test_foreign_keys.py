@@ -66,7 +66,7 @@ def answer(line: str) -> str:
         ("lr_scheduler_type: reduce_lr_on_plateau", "lr_scheduler_type"),
         ("dtype: int8", "load_in_8bit"),
         ("method: oft", "adapters are LoRA's"),
-        ("objective: ipo", "not offered"),
+        ("objective: hinge", "not offered"),
     ],
 )
 def test_a_key_or_value_of_another_trainer_is_answered(line: str, part: str) -> None:

@@ -218,7 +218,7 @@ def test_a_changed_key_changes_what_a_run_is_made_of(case: tuple[Any, ...]) -> N
 
 def test_every_key_is_changed_or_held_by_a_named_test() -> None:
     sections = {name.rpartition(".")[0] for name in (key.name for key in recipe_keys())} | {"datasets", "eval_datasets"}
-    keys = {key.name for key in recipe_keys()} - sections - {"orpo", "simpo", "dpo", "nodes"}
+    keys = {key.name for key in recipe_keys()} - sections - {"orpo", "simpo", "ipo", "dpo", "nodes"}
     keys = {key.removeprefix("eval_") if key.startswith("eval_datasets") else key for key in keys}
     changed = {case[1].partition("=")[0] for case in CASES}
     assert not changed & HELD.keys() and {*changed, *HELD} == keys

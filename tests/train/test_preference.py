@@ -39,6 +39,7 @@ SIZES = [(4, 11), (2, 9), (4, 7)]
 LOSSES: dict[str, tuple[Preference, float]] = {
     "dpo": (Preference("dpo", BETA), 0.0),
     "dpo, smoothed": (Preference("dpo", BETA, label_smoothing=0.1), 0.0),
+    "ipo": (Preference("ipo", BETA), 0.0),
     "orpo by answer": (Preference("orpo", BETA), 1.0),
     "orpo, nll on prompts": (Preference("orpo", BETA), 1.0),
     "simpo": (Preference("simpo", 2.5, simpo_gamma=0.8), 0.0),
@@ -54,7 +55,7 @@ def pairs(name: str = "dpo") -> list[Microbatch]:
     made = []
     for microbatch in random_microbatches(SIZES):
         reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
-        preference = replace(loss, reference=reference if loss.objective == "dpo" else None)
+        preference = replace(loss, reference=reference if loss.objective in ("dpo", "ipo") else None)
         microbatch = replace(microbatch, preference=preference)
         if "prompts" in name:
             lengths = (microbatch.input_ids != 0).sum(dim=1)[: len(microbatch.labels) // 2]
@@ -67,7 +68,8 @@ def pairs(name: str = "dpo") -> list[Microbatch]:
 def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> float:
     """The step's loss by the papers' equations in float64, its gradients left in `.grad`.
 
-    DPO: equation 7 of arXiv 2305.18290; SimPO: 6 of 2405.14734; ORPO: 4, 6 and 7 of 2403.07691.
+    DPO: equation 7 of arXiv 2305.18290; IPO: 17 of 2310.12036, by means; SimPO: 6 of 2405.14734; ORPO: 4, 6 and 7 of
+    2403.07691.
     """
     plain.zero_grad(set_to_none=True)
     losses, nlls, counts_of_nll = [], [], []
@@ -78,6 +80,9 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
         logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1]
         picked = torch.log_softmax(logits.double(), -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         chosen, rejected = (picked * (answers != -100)).sum(-1).chunk(2)
+        if preference.reference is not None:
+            ref_chosen, ref_rejected = preference.reference.chunk(2)
+            chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
         if preference.objective != "dpo":
             counts = (answers != -100).sum(-1).chunk(2)
             chosen, rejected = chosen / counts[0], rejected / counts[1]
@@ -87,9 +92,9 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
             odds = [x.exp() / (1 - x.exp()) for x in (chosen, rejected)]
             losses.append(-preference.beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
             continue
-        if preference.reference is not None:
-            ref_chosen, ref_rejected = preference.reference.chunk(2)
-            chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
+        if preference.objective == "ipo":
+            losses.append((chosen - rejected - 1 / (2 * preference.beta)) ** 2)
+            continue
         z = preference.beta * (chosen - rejected) - preference.simpo_gamma
         losses.append(-(1 - preference.label_smoothing) * logsigmoid(z) - preference.label_smoothing * logsigmoid(-z))
     nll, count = torch.cat(nlls), torch.cat(counts_of_nll)
@@ -111,7 +116,7 @@ def step(
 @pytest.mark.parametrize(
     ("model_type", "method", "name"),
     [
-        *(("llama", "lora", name) for name in ("dpo", "orpo by answer", "simpo")),
+        *(("llama", "lora", name) for name in ("dpo", "ipo", "orpo by answer", "simpo")),
         *(("qwen2", "full", name) for name in ("dpo, smoothed", "simpo, smoothed, with nll")),
         ("gemma2", "lora", "orpo, nll on prompts"),
     ],
