@@ -125,6 +125,7 @@ KEPT_FOR: Mapping[str, str] = {
     "PEFT and TRL name it so": "lora.use_rslora lora.use_dora",
     "axolotl and LLaMA-Factory name it so": "lora.loraplus_lr_ratio",
     "TRL names it so": "dpo.label_smoothing simpo.label_smoothing simpo.simpo_gamma simpo.cpo_alpha",
+    "axolotl, LLaMA-Factory and TRL name the loss so": "ipo",
     "LLaMA-Factory's loss differs from TRL's by it": "orpo.nll_on_prompt",
     "axolotl's lora_model_dir, LLaMA-Factory's adapter_name_or_path": "lora.start_from",
     "axolotl's unfrozen_parameters, turned round": "frozen_parameters",

@@ -101,6 +101,7 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[int]]:
     from roundpipe_cli.train.scoring import Scorer
 
     setup = prepare(load_recipe(str(recipe), list(case.words)), offline=True, tell=lambda event: None)
+    setup.store._reference.clear()  # TRL's reference is the base model here, not the adapter that both begin with
     planner = make_planner(setup)
     microbatches, _ = make_pairs(setup, [[[index] for index in range(len(setup.dataset.rows))]])
     with make_engine(setup) as engine:
