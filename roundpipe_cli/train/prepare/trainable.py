@@ -178,9 +178,10 @@ def describe_reference(recipe: Recipe, source: ModelSource, start: Path | None) 
     """A notice about DPO's reference model; None: the objective has none."""
     if not recipe.objective_kind.needs_reference:
         return None
+    whose = f"reference model of {recipe.objective}: {source.name}"
     if start is None:
-        return f"reference model of {recipe.objective}: {source.name}, without the adapter that is trained"
-    return f"reference model of {recipe.objective}: {source.name} with the adapter {start} as it is, which is trained further"
+        return f"{whose}, without the adapter that is trained"
+    return f"{whose} with the adapter {start} as it is, which is trained further"
 
 
 def refuse_other_shape(lora: LoraConfig, adapter: Any, folder: Path) -> None:
