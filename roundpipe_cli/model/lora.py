@@ -380,19 +380,23 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
     if start is not None:
         where, hint = "lora.start_from", MERGE_FIRST.format(start)
     paths = dict(model.named_modules())
-    saved = {path for path in paths if _is_named(path, modules_to_save)}
+    saved = [path for path in paths if path.endswith(modules_to_save)]  # as PEFT finds them: `c_attn` by `attn` too
     for wanted in modules_to_save:
-        named = [path for path in saved if _is_named(path, [wanted])]
-        found = [paths[path] for path in named]
-        if not found:
+        if not any(_is_named(path, [wanted]) for path in saved):
             raise RefusedError("no such module to train", where=where, found=wanted, hint=_nearest(model, [wanted]))
-        outer = [end for path in named for end in _outer(path) if end in saved]
-        if outer:  # PEFT cannot read what it would write
+        named = [path for path in saved if path.endswith(wanted)]
+        found = [paths[path] for path in named]
+        inner = [(path, end) for path in named for end in _outer(path) if end in saved]
+        if inner:  # PEFT cannot read what it would write
+            path, end = inner[0]
+            advice = f"leave {wanted} out: it is trained with the other one"
+            if not _is_named(path, [wanted]):
+                advice = f"PEFT takes every name that ends so: name more of it, a block each, such as {end}"
             raise RefusedError(
                 "a module that is trained whole is inside another one",
                 where=where,
-                found=f"{wanted}, inside {outer[0]}",
-                hint=f"leave {wanted} out: it is trained with the other one" if start is None else hint,
+                found=f"{wanted}, inside {end}" if _is_named(path, [wanted]) else f"{wanted}: {path}, inside {end}",
+                hint=advice if start is None else hint,
             )
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         if any(uses[id(parameter)] > 1 for module in found for parameter in module.parameters()):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import by_peft, load_whole, random_adapter
-from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, run
+from tests.support.e2e import STAGES, STAGES_OF_TWO, finetune, make_model, make_workspace, run
 from tests.support.tiny import logits_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,3 +83,16 @@ def test_a_module_inside_another_is_refused(bases: dict[str, Path], tmp_path: Pa
     names = {"lora__modules_to_save": ["self_attn", "q_proj"], "lora__target_modules": ["gate_proj"]}
     refused = finetune(make_workspace(tmp_path / "work", bases["llama"], **names)).expect(2)
     assert "q_proj, inside model.layers." in refused.err and "leave q_proj out" in refused.err
+
+
+def test_a_module_inside_that_peft_finds_by_the_end_of_its_name_is_refused(tmp_path: Path) -> None:
+    """Story: GPT-2's `attn` ended in a KeyError, since PEFT took its `c_attn` too."""
+    base = make_model(tmp_path / "base", "gpt2")
+    names = {"lora__modules_to_save": ["attn"], "lora__target_modules": ["c_fc"]}
+    work = make_workspace(tmp_path / "work", base, max_steps=1, **STAGES, **names)
+    refused = finetune(work).expect(2)
+    assert "attn: transformer.h.0.attn.c_attn, inside transformer.h.0.attn" in refused.err
+    finetune(work, "lora.modules_to_save=[h.0.attn, h.2.attn]").expect(0)
+    run(work, "export", "out", "--merge", "--to", "merged").expect(0)
+    expected = by_peft(load_whole(base), work / "out")
+    assert torch.allclose(logits_of(load_whole(work / "merged")), expected, atol=1e-5)
