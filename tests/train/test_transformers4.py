@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.new_tokens import grow_tables
+from roundpipe_cli.model.new_tokens import grow_tables, load_with_tokens
 from roundpipe_cli.train.prepare.base_files import read_base_files
 from tests.model.test_multimodal import multimodal
 from tests.support.adapters import load_whole, random_adapter
@@ -279,3 +279,16 @@ def test_an_adapter_of_another_program_takes_the_base_s_form(tmp_path: Path) -> 
     tokenizer.save_pretrained(tmp_path / "adapter")
     run(tmp_path, "export", "adapter", "--merge", "--base", "base", "--to", "again").expect(0)
     assert tokenizer_of(tmp_path / "again") == tokenizer_of(tmp_path / "adapter")
+
+
+def test_tokens_that_only_transformers_5_adds_keep_their_numbers(tmp_path: Path) -> None:
+    """Story: its class for Qwen 2 adds <|endoftext|>; with new tokens behind it the form was transformers 5's."""
+    base = as_transformers_4_writes(tmp_path / "base", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    source = ModelSource("base", base)
+    tokenizer, new = load_with_tokens(source, ["<new>"])
+    assert new.ids == [260] and tokenizer.convert_ids_to_tokens(259) == "<|endoftext|>"
+    made = read_base_files(source, load_config(source)).with_tokenizer(source, tokenizer).tokenizer
+    before, after = read(base / "tokenizer_config.json"), json.loads(made["tokenizer_config.json"])
+    added = after.pop("added_tokens_decoder")
+    assert after == {key: value for key, value in before.items() if key != "added_tokens_decoder"}
+    assert [added[number]["content"] for number in ("259", "260")] == ["<|endoftext|>", "<new>"]

@@ -249,15 +249,23 @@ def _in_form_of(source: ModelSource, tokenizer: Any) -> dict[str, bytes] | None:
     known = base.added_tokens_decoder
     new = {n: one for n, one in tokenizer.added_tokens_decoder.items() if repr(known.get(n)) != repr(one)}
     if new:
-        _add_tokens(files, new)
+        _add_tokens(files, _unlisted(files, known) | new)
     if tokenizer.chat_template != base.chat_template:
         template = tokenizer.chat_template
         _put_template(files, template.get("default") if isinstance(template, dict) else template)
     with TemporaryDirectory() as folder, suppress(RefusedError):
-        write_files(files, Path(folder))
+        write_files({**files, "config.json": _to_json(source.config)}, Path(folder))  # it says the tokenizer's class
         if tokenizer_values(load_tokenizer(ModelSource(source.name, Path(folder)))) == wanted:
             return files
     return None
+
+
+def _unlisted(files: Mapping[str, bytes], known: Mapping[int, Any]) -> dict[int, Any]:
+    """Tokens behind all that the base's files list, which the installed transformers adds by itself: new ones follow
+    them."""
+    values, config = (json.loads(files.get(name, b"{}")) for name in (_TOKENIZER, _TOKENIZER_CONFIG))
+    listed = [entry["id"] for entry in values.get("added_tokens") or ()] + [int(n) for n in config.get(_TOKENS) or ()]
+    return {number: token for number, token in known.items() if listed and number > max(listed)}
 
 
 def _add_tokens(files: dict[str, bytes], new: Mapping[int, Any]) -> None:
