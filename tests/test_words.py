@@ -106,7 +106,7 @@ def test_a_long_command_says_its_first_line_at_once() -> None:
         "from roundpipe_cli.cli.app import main\n"
         "class FirstLine:\n"
         "    def write(self, text):\n"
-        "        loaded = {'yaml', 'omegaconf', 'numpy', 'torch'} & set(sys.modules)\n"
+        "        loaded = {'pydantic', 'yaml', 'omegaconf', 'numpy', 'torch'} & set(sys.modules)\n"
         "        print(text, sorted(loaded))\n"
         "        raise SystemExit\n"
         "    flush = write\n"
@@ -119,6 +119,33 @@ def test_a_long_command_says_its_first_line_at_once() -> None:
     done = python(program)
     lines = done.stdout.splitlines()
     assert len(lines) == len(LONG_COMMANDS) and all(line.endswith(" ... []") for line in lines), done.stdout
+
+
+def test_plain_values_are_those_of_typer() -> None:
+    """Also the default of a list, a number and words of a file name that are not UTF-8, which pydantic refuses."""
+    program = (
+        "import os, sys, typer\n"
+        "from pathlib import Path\n"
+        "from typing import Annotated\n"
+        "from roundpipe_cli.cli.app import CommandGroup\n"
+        "app = typer.Typer(cls=CommandGroup)\n"
+        "@app.callback()\n"
+        "def group() -> None: pass\n"
+        "@app.command()\n"
+        "def show(name: Annotated[str, typer.Argument()],\n"
+        "         words: Annotated[list[str] | None, typer.Argument()] = None,\n"
+        "         path: Path | None = None, number: int = 5,\n"
+        "         tags: list[str] | None = None, rate: float = 0.5, flag: bool = False) -> None:\n"
+        "    print([os.fsencode(name), words, path, number, tags, rate, flag, 'pydantic' in sys.modules])\n"
+        "for words in ([os.fsdecode(b'\\xff')], ['a', 'b', 'c', '--path', 'd', '--tags', 'e', '--flag'],\n"
+        "              ['a', '--number', '7']):\n"
+        "    app(['show', *words], standalone_mode=False)\n"
+    )
+    assert python(program).stdout.splitlines() == [
+        r"[b'\xff', None, None, 5, None, 0.5, False, False]",
+        "[b'a', ['b', 'c'], PosixPath('d'), 5, ['e'], 0.5, True, False]",
+        "[b'a', None, None, 7, None, 0.5, False, True]",
+    ]
 
 
 def test_an_interrupt_before_a_run_has_handlers(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -25,10 +27,16 @@ def _stands_for_a_command() -> None:
     raise AssertionError("LazyGroup puts the command itself in its place")
 
 
-class CommandGroup(TyperGroup):
-    """A group that reads options of its own only where there are some.
+PLAIN: Mapping[Any, Any] = {
+    hint: make for kind, make in ((str, str), (Path, Path), (list[str], list)) for hint in (kind, kind | None)
+}
+"""Annotations of options whose words need no check, with what makes their values."""
 
-    Typer converts them by a library (pydantic) that takes longer to import than help takes to print.
+
+class CommandGroup(TyperGroup):
+    """A group that converts plain values itself, and reads options of its own only where there are some.
+
+    Typer does both by a library (pydantic) that takes longer to import than help takes to print.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -41,11 +49,32 @@ class CommandGroup(TyperGroup):
         """The command that the words name; click's signature."""
         name, command, rest = super().resolve_command(ctx, args)
         rest = with_gguf_type(rest) if name == "export" else rest
-        return name, None if command is None else self.loaded(command), rest
+        if command is not None:
+            command = self.loaded(command)
+            hints = get_type_hints(command.callback)
+            for param in command.get_params(ctx):  # help too
+                param.process_value = partial(plain_value, param, PLAIN.get(hints.get(param.name)), param.process_value)
+        return name, command, rest
 
     def loaded(self, command: Any) -> Any:
         """The command itself, where `command` stands for it."""
         return command
+
+
+def plain_value(param: Any, make: Any, convert: Any, ctx: Any, value: Any) -> Any:
+    """The value that a command's function gets for an option or argument: typer's, without typer where that is plain.
+
+    Args:
+        make: of `PLAIN`; None: the option's words have to be checked.
+        convert: typer's `process_value`.
+        ctx, value: its arguments. The value is None where the line lacks the option, of which no callback hears, and
+            a number where that is its default.
+    """
+    if value is None and not param.required:
+        return () if param.multiple or param.nargs == -1 else None
+    if type(value) in (int, float):
+        return value
+    return make(value) if make and value else convert(ctx, value)
 
 
 GGUF_TYPE = re.compile(r"(bf|f|t?i?q)\d\w*|mxfp\w*|auto", re.IGNORECASE)

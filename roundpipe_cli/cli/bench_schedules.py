@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,22 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.files import write_named
-from roundpipe_cli.planning.answers import Answers, cut_from, paused_collector
+from roundpipe_cli.planning.answers import Answers, cut_from
 from roundpipe_cli.planning.choose import Effort, choose, in_long_rounds
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, run
+from roundpipe_cli.planning.compare import (
+    BUBBLE_PARTS,
+    Result,
+    SimulationCase,
+    StageCut,
+    check_case,
+    figures_of,
+    row_of,
+    run,
+)
 from roundpipe_cli.planning.predict import cards_worth_using, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.run_plan import contender
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import Options, schedule_name
 from roundpipe_cli.schedule.pictures import svg_picture
 from roundpipe_cli.units import aligned, counted, format_bytes, format_seconds
@@ -177,16 +185,16 @@ def simulate(
             asked.append((name, cut or _known_cut(name, case, answers), case))
         if request:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
-    with paused_collector():
-        results = [run(*one) for one in asked]
+    results = [run(*one) for one in asked] if svg is not None else []
+    rows = [row_of(result) for result in results] or [_known_row(*one, answers) for one in asked]
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
         _write_svg(svg, question, request.hardware.description if request else "", results)
     if as_json:
-        say_json(bench_document(question, results), indent=None)
+        say_json(bench_document(question, (row["figures"] for row in rows)), indent=None)
     else:
-        _print_table(question, results, forward_stages)
+        _print_table(question, rows, forward_stages)
 
 
 def _question(
@@ -241,6 +249,10 @@ def as_planned(request: PlanRequest, schedules: list[str] | None) -> list[tuple[
     return found
 
 
+def _known_row(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> dict[str, Any]:
+    return answers.once(("simulated", name, cut, case), lambda: row_of(run(name, cut, case)), dict, dict)
+
+
 def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
     effort: Effort = "full" if case.limits is None else "quick"
     return answers.once(
@@ -270,77 +282,45 @@ PARTS = "  fill switch  drain steady"
 """Heading of the column that a narrow terminal has no room for; --json has it."""
 
 
-def _print_table(question: SimulationCase, results: list[Result], forward_stages: str | None) -> None:
+def _print_table(question: SimulationCase, found: list[dict[str, Any]], forward_stages: str | None) -> None:
     search = "full search" if question.limits is None else "quick search, as by plan"
-    found = search if forward_stages is None else "given stages"
+    basis = search if forward_stages is None else "given stages"
     rows = [["schedule", "stages", "makespan", "step", "bubble", PARTS]]
-    for result in results:
-        parts, both = result.parts, (result.schedule.forward_stages, result.schedule.backward_stages)
-        shares = (parts.fill, parts.switch, parts.drain, parts.steady)
+    for row in found:
+        figures = row["figures"]
+        both = (figures["forward_stages"], figures["backward_stages"])
         rows.append(
             [
-                f"{result.schedule.name}{_dealing_words(result.dealing)}",
+                f"{figures['schedule']}{row['dealing']}",
                 "+".join(str(sum(last >= first for first, last in stages)) for stages in both),
-                format_seconds(result.makespan_s),
-                format_seconds(result.step_s),
-                f"{100 * parts.ratio:.1f} %",
-                " ".join(f"{100 * share:4.1f} %" for share in shares),
+                format_seconds(figures["makespan_s"]),
+                format_seconds(figures["step_s"]),
+                f"{100 * figures['bubble_ratio']:.1f} %",
+                " ".join(f"{100 * figures[part]:4.1f} %" for part in BUBBLE_PARTS),
             ]
         )
     width = terminal_width()
-    title = f"{_case_words(question)}, simulated ({question.accounting} accounting, {found})"
+    title = f"{_case_words(question)}, simulated ({question.accounting} accounting, {basis})"
     heading, *lines = aligned(rows, 1, (PARTS,), width)
     for line in (*wrapped([title], width), heading):
         say_data(line)
-    best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
-    for line, result in zip(lines, results, strict=True):
-        say_data(line, colours={".+": "32"} if result is best else None)
+    best = min(found, key=lambda row: row["figures"]["step_s"]) if len(found) > 1 else None
+    for line, row in zip(lines, found, strict=True):
+        say_data(line, colours={".+": "32"} if row is best else None)
     if PARTS not in heading:
         say("note: the terminal is too narrow for the parts of a bubble; --json has them")
-    for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
-        names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
+    for num_idle in sorted({row["num_idle"] for row in found} - {0}, reverse=True):
+        names = ", ".join(row["figures"]["schedule"] for row in found if row["num_idle"] == num_idle)
         say(
             f"note: {num_idle} of {counted(question.num_workers, 'worker')} have nothing to do, "
             f"with {len(question.costs.layers)} layers and {question.num_microbatches} microbatches: {names}"
         )
 
 
-def _dealing_words(dealing: Options) -> str:
-    if dealing.earliest_free:
-        return ", earliest free"
-    return ", last stages shared" if dealing.shared_stages else ""
-
-
-def _num_idle(result: Result) -> int:
-    schedule = result.schedule
-    held = {
-        action.worker
-        for row in schedule.actions
-        for action in row
-        for stages in [schedule.forward_stages if action.kind is Kind.FORWARD else schedule.backward_stages]
-        if stages[action.stage][1] >= stages[action.stage][0]
-    }
-    return schedule.num_workers - len(held)
-
-
-def bench_document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
-    """The document that `--json` prints. Seconds; the four parts sum to the bubble ratio."""
+def bench_document(question: SimulationCase, figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The document that `--json` prints, with what `figures_of` made of each schedule."""
     counts = {"workers": question.num_workers, "microbatches": question.num_microbatches}
-    return {**counts, "results": [entry(result) for result in results]}
-
-
-def entry(result: Result) -> dict[str, Any]:
-    """One schedule's simulated figures as `--json` prints them."""
-    return {
-        "schedule": result.schedule.name,
-        "round": result.microbatches_per_round,
-        "makespan_s": result.makespan_s,
-        "bubble_ratio": result.parts.ratio,
-        **{part: getattr(result.parts, part) for part in ("fill", "switch", "drain", "steady")},
-        "step_s": result.step_s,
-        "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
-        "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
-    }
+    return {**counts, "results": list(figures)}
 
 
 # The `--run` half of `roundpipe bench`: schedules carried out by the engine, predicted against measured.
@@ -391,7 +371,7 @@ def run_for_real(
             asked=asked,
         )
     if json_output:
-        rows = [{**entry(item.predicted), **_measured(item)} for item in comparison.schedules]
+        rows = [{**figures_of(item.predicted), **_measured(item)} for item in comparison.schedules]
         counts = {"workers": len(comparison.devices), "microbatches": comparison.num_microbatches}
         say_json({**counts, "results": rows, "keep": keep_lines(comparison)}, indent=None)
     else:

@@ -58,7 +58,7 @@ class Answers:
             pass
         except (OSError, ValueError) as error:
             self.damage.append(f"the remembered plan in {path} cannot be used and is made again: {error}")
-        with paused_collector():
+        with _paused_collector():
             answer = work()
         with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _hash(content: object) -> str:
 
 
 @contextmanager
-def paused_collector() -> Iterator[None]:
+def _paused_collector() -> Iterator[None]:
     """Stop the search for reference cycles, up to a quarter of a long simulation's time: its objects form none."""
     was_on = gc.isenabled()
     gc.disable()

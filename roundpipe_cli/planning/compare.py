@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import CostModel, StageRange, share_out_visits, without_bytes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.search.stages import StageLimits
-from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, place_on
 from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
 from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, busy_s, chained_step_s, makespan_s
@@ -70,7 +70,7 @@ class Result:
     schedule: Schedule
     """Schedule of the first step."""
     timeline: Timeline
-    """Timeline of the first step; empty where the figures come from the cache."""
+    """Timeline of the first step."""
     makespan_s: float
     """Makespan of one step, at staleness 0 from the end of the step before to its own."""
     parts: Bubble
@@ -197,3 +197,45 @@ def _timed(name: str, cut: StageCut, case: SimulationCase, num_steps: int) -> tu
 
 Keeps = Callable[[StageCut], bool]
 """Whether stages keep limits that are not in the case, such as the host's memory."""
+
+
+# What `bench` says of a schedule. It is remembered, so it stands here: `answers.code_digest` reads this folder.
+
+BUBBLE_PARTS = ("fill", "switch", "drain", "steady")
+
+
+def figures_of(result: Result) -> dict[str, Any]:
+    """One schedule's simulated figures as `--json` prints them. Seconds; the four parts sum to the bubble ratio."""
+    return {
+        "schedule": result.schedule.name,
+        "round": result.microbatches_per_round,
+        "makespan_s": result.makespan_s,
+        "bubble_ratio": result.parts.ratio,
+        **{part: getattr(result.parts, part) for part in BUBBLE_PARTS},
+        "step_s": result.step_s,
+        "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
+        "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
+    }
+
+
+def row_of(result: Result) -> dict[str, Any]:
+    """What `bench` says of a schedule, in JSON's types: `figures_of`, how stages are dealt, workers without any."""
+    return {"figures": figures_of(result), "dealing": _dealing_words(result.dealing), "num_idle": _num_idle(result)}
+
+
+def _dealing_words(dealing: Options) -> str:
+    if dealing.earliest_free:
+        return ", earliest free"
+    return ", last stages shared" if dealing.shared_stages else ""
+
+
+def _num_idle(result: Result) -> int:
+    schedule = result.schedule
+    held = {
+        action.worker
+        for row in schedule.actions
+        for action in row
+        for stages in [schedule.forward_stages if action.kind is Kind.FORWARD else schedule.backward_stages]
+        if stages[action.stage][1] >= stages[action.stage][0]
+    }
+    return schedule.num_workers - len(held)

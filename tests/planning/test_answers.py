@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cache import cache_folder
-from roundpipe_cli.cli.bench_schedules import _known_cut
+from roundpipe_cli.cli import bench_schedules
+from roundpipe_cli.cli.bench_schedules import CaseFlags, _known_cut, simulate
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning import answers as known
 from roundpipe_cli.planning import predict
@@ -68,6 +69,24 @@ def test_a_damaged_answer_is_ignored_and_said(old: bytes, new: bytes, searches: 
     assert len(searches) == 2
     assert answers.damage and all("cannot be used and is made again" in line for line in answers.damage)
     assert not Answers().damage and plan().step_s == first.step_s and len(searches) == 2, "it was repaired"
+
+
+def test_a_repeated_bench_simulates_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It took two to three times the processor time of one that remembers."""
+    stages: dict[str, Any] = {"schedules": None, "forward_stages": None, "backward_stages": None}
+    for as_json in (True, False):
+
+        def ask(as_json: bool = as_json) -> None:
+            simulate("quickstart", [], None, "2x4090", flags=CaseFlags(), **stages, svg=None, as_json=as_json)
+
+        ask()
+        first = capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_schedules, "run", None)
+            ask()
+        assert capsys.readouterr() == first and "looped_bfs" in first.out
 
 
 def test_bench_remembers_stages() -> None:
