@@ -44,8 +44,13 @@ def runs(
                 found="a file" if folder.exists() else "no such folder",
                 expected="a folder with output directories of runs, such as outputs",
             )
-        for place in find_folders(folder):
-            run = read_run(place, str(place), dict(_flat(read_values(place / "recipe.yaml"))))
+        for place in find_folders(folder, lambda error: say(f"note: {error.filename} left out: {error.strerror}")):
+            try:
+                run = read_run(place, str(place), dict(_flat(read_values(place / "recipe.yaml"))))
+            except RefusedError as error:  # one folder hides no other
+                problem = error.problems[0]
+                say(f"note: {problem.where} left out: {problem.what}")
+                continue
             num_foreign += run is None
             found += [run] if run is not None else []
     if num_foreign:

@@ -129,7 +129,7 @@ def find_gpu(name: str) -> str | None:
     plain = _squeeze(name)
     bare = re.sub(r"^(rtx|gtx|radeonrx|radeonpro|radeon|rx|tesla|quadrortx|quadro)", "", plain)
     for spelling in (plain, bare, plain.replace("pcie", ""), bare.replace("gpu", "")):
-        if spelling in by_plain:
+        if spelling in by_plain and _maker(name) in (None, _maker(by_plain[spelling])):
             return by_plain[spelling]
     return None
 
@@ -312,18 +312,24 @@ def _same_model(name: str) -> str | None:
     """The catalogue's GPU that a misspelt name means; None where its number is another one's.
 
     The number says generation and class, so a card is never taken for one of another number: a 1080 Ti is no 3080 Ti,
-    an Arc B580 no 5080. Two swapped digits, and one too few or too many of a GeForce, are slips of the finger.
+    an Arc B580 no 5080. Two swapped digits, and one too few or too many of a GeForce, are slips of the finger. Other
+    words say maker, class and generation: a laptop's card, a Quadro, an RTX PRO, one with Ada or Blackwell in its name.
     """
     wanted = _model_words(name)
     if wanted is None:
         return None
     series, number, rest = wanted
+    is_other_line = re.search(r"\bgtx?\b", name.lower()) or (len(number) == 3 and number[-1] in "05")
+    may_lack = not is_other_line or "rtx" in name.lower()  # a GTX 580 or RX 580 is no 5080
     near: dict[str, str] = {}
     for known in catalogue():
         words = _model_words(known)
-        if words is None or words[0] != series or (_says_amd(name) is not None and _says_amd(name) != is_amd(known)):
+        if words is None or words[0] != series or not _kinds(name) <= _kinds(known):
             continue
-        is_slip = sorted(words[1]) == sorted(number) or (not series and len(words[1]) == 4 != len(number))
+        if _maker(name) not in (None, _maker(known)):
+            continue
+        lacks_or_repeats = not series and _maker(known) == "nvidia" and len(words[1]) == 4 != len(number) and may_lack
+        is_slip = sorted(words[1]) == sorted(number) or lacks_or_repeats
         is_near = len(number) > 2 and words[1][0] == number[0] and is_slip and one_edit_apart(number, words[1])
         if words[1] == number or is_near:
             near[words[2]] = known
@@ -346,12 +352,32 @@ def is_amd(known: str) -> bool:
     return known.startswith(("radeon", "mi"))
 
 
-def _says_amd(name: str) -> bool | None:
-    """Whether a name is of an AMD card; None where it does not say."""
+_MAKERS = {
+    "other": r"intel|\barc|apple|gaudi|ascend|\bmtt",
+    "nvidia": r"nvidia|geforce|quadro|tesla|titan",
+    "amd": r"amd|radeon|instinct|\bmi\d",
+}
+_BY_LETTERS = {"amd": r"\brx[ -]?\d", "nvidia": r"\b[rg]tx"}
+"""Families that are a letter apart: only looked for where no maker is named."""
+_KINDS = {
+    "laptop": r"laptop|mobile|max-?q|\d ?m\b",
+    "pro": r"(?<!radeon )\bpro\b",
+    **{word: word for word in ("quadro", "ada", "blackwel")},
+}
+"""Words of a card's class and generation, as patterns: a card has all of those in the name that means it."""
+
+
+def _maker(name: str) -> str | None:
+    """The maker of the card that a name means; None where the name does not say."""
     lowered = name.lower()
-    if re.search(r"amd|radeon|instinct|\brx[ \d]", lowered):
-        return True
-    return False if re.search(r"nvidia|geforce|[rg]tx|quadro|tesla|titan|intel|\barc", lowered) else None
+    found = (maker for table in (_MAKERS, _BY_LETTERS) for maker, words in table.items() if re.search(words, lowered))
+    named = next(found, None)
+    return "nvidia" if named is None and name in catalogue() else named
+
+
+def _kinds(name: str) -> set[str]:
+    """The keys of `_KINDS` that a name says."""
+    return {kind for kind, words in _KINDS.items() if re.search(words, name.lower())}
 
 
 _OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -34,11 +34,12 @@ class RunSummary:
     state: str
     """`running`, `finished` or `stopped`, as far as this machine can tell."""
     steps: int
+    """The last step, whatever its loss was."""
     num_steps: int | None
     rows: int | None
     """Rows of data that it trains on."""
     loss: float | None
-    """Loss of the last step."""
+    """Loss of the last step; None also where it was not finite."""
     best_evaluation: float | None
     tokens_per_s: float | None
     """Median of its steps."""
@@ -57,9 +58,13 @@ class RunSummary:
         return {"folder": self.name, **about, **{name: getattr(self, name) for name in names}, "differs": differing}
 
 
-def find_folders(folder: Path) -> Iterator[Path]:
-    """Folders at and below `folder` that may hold a run, sorted; links, hidden folders and runs are not entered."""
-    for place, names, files in os.walk(folder):
+def find_folders(folder: Path, unreadable: Callable[[OSError], object]) -> Iterator[Path]:
+    """Folders at and below `folder` that may hold a run, sorted; links, hidden folders and runs are not entered.
+
+    Args:
+        unreadable: is told of each folder that cannot be listed.
+    """
+    for place, names, files in os.walk(folder, onerror=unreadable):
         depth = len(Path(place).relative_to(folder).parts)
         inside = {METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME} & set(files)
         if inside:
@@ -74,13 +79,19 @@ def _by_number(name: str) -> list[str]:
 
 
 def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary | None:
-    """The run in a folder; None: files of these names are there, and none has a line of ours."""
+    """The run in a folder; None: files of these names are there, and none has a line of ours.
+
+    Raises:
+        RefusedError: one of its files is no regular file, too large, or cannot be read.
+    """
     rows = GrowingFile(folder / METRICS_NAME).new_rows()
     steps = [point for row in rows if (point := _number(row, "loss"))]
     told = GrowingFile(folder / EVENTS_NAME).new_rows()
     report = read_report(folder)
     started = [row for row in told if row.get("event") == events.RunStarted.__name__]
-    if not (steps or started or "tool_version" in report or (folder / LOCK_NAME).exists()):
+    last = rows[-1] if rows else {}
+    done = _of(last, "step")
+    if not (steps or done is not None or started or "tool_version" in report or (folder / LOCK_NAME).exists()):
         return None
     evaluations = [
         point for row in GrowingFile(folder / EVALUATIONS_NAME).new_rows() if (point := _number(row, "loss"))
@@ -93,10 +104,10 @@ def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary |
         name,
         folder,
         RunFiles(folder).life().value,
-        steps=int(steps[-1][0]) if steps else 0,
+        steps=int(done or 0),
         num_steps=None if total is None else int(total),
         rows=int(data["rows_kept"]) if "rows_kept" in data else None,
-        loss=steps[-1][1] if steps else None,
+        loss=_of(last, "loss"),
         best_evaluation=min((loss for _, loss in evaluations), default=None),
         tokens_per_s=measured.get("tokens_per_s") or _median(rows, "tokens_per_s"),
         bubble_ratio=measured.get("bubble_ratio", _median(rows, "bubble_ratio")),

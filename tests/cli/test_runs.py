@@ -79,3 +79,26 @@ def test_the_table_is_cut_to_the_terminal_and_the_page_has_every_curve(
 def test_a_folder_without_runs_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, why: str) -> None:
     monkeypatch.chdir(folder)
     assert why in said("runs", where, code=2)[1]
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(folder: Path, tmp_path: Path) -> None:
+    """A pipe or a huge report refused the whole list."""
+    shutil.copytree(folder / "outputs" / "one", tmp_path / "one")
+    for name in ("pipe", "huge"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
+    with (tmp_path / "huge" / "report.json").open("wb") as file:
+        file.truncate(2**34)
+    out, err = said("runs", str(tmp_path), "--json")
+    assert [Path(row["folder"]).name for row in json.loads(out)["runs"]] == ["one"]
+    assert f"note: {tmp_path}/pipe/metrics.jsonl left out" in err and f"note: {tmp_path}/huge/report.json left" in err
+
+
+def test_a_loss_that_is_not_finite_is_no_figure_of_an_earlier_step(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "outputs" / "one", tmp_path / "one")
+    metrics = tmp_path / "one" / "metrics.jsonl"
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    with metrics.open("a") as file:
+        file.write(json.dumps({**last, "step": last["step"] + 1, "loss": None}) + "\n")
+    (row,) = json.loads(said("runs", str(tmp_path), "--json")[0])["runs"]
+    assert (row["steps"], row["loss"]) == (last["step"] + 1, None)

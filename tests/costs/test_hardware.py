@@ -115,9 +115,18 @@ def test_a_gpu_is_never_taken_for_one_of_another_maker_or_generation() -> None:
     same = {
         **{"rtx-pro-6000": "rtx-pro-6000-blackwell", "rtx4080supr": "rtx-4080-super", "4009": "rtx-4090"},
         **{"40900": "rtx-4090", "409": "rtx-4090", "rxt 4090": "rtx-4090", "3080ti super": "rtx-3080-ti"},
-        **{"rx 7900": "radeon-7900-xt", "v100s": "v100-32gb", "rtx4090ti": "rtx-4090", "5090 mobile": "rtx-5090"},
+        **{
+            "rx 7900": "radeon-7900-xt",
+            "v100s": "v100-32gb",
+            "rtx4090ti": "rtx-4090",
+            "5090 mobile": "rtx-5090-laptop",
+        },
+        **{"rtx 490": "rtx-4090", "rtx pro 6000 blackwel": "rtx-pro-6000-blackwell"},
     }
     other = "1080ti, gtx 1080, b580, arc a770, mi250, rtx a1000, rtx a4500, rtx 7900, h101, rx580, w7600, titan v, p100"
+    other += ", gtx 580, 580, gt 730, arc 4090, arc a40, intel a770, apple m40, apple a10, radeon 4090, nvidia mi300x"
+    other += ", geforce 7900 xtx, radeon 780m, rtx 4070 laptop, rtx 3080 max-q, 3070 ti mobile, rx 7900m, rx 6800m"
+    other += ", quadro rtx 6000, quadro 4000, rtx a6000 ada, rtx 6000 pro, rtx 5000 blackwell"
     found = {}
     for name in [*same, *other.split(", ")]:
         with pytest.raises(RefusedError) as caught:
