@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from roundpipe_cli import events
@@ -89,9 +90,11 @@ def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary |
     told = GrowingFile(folder / EVENTS_NAME).new_rows()
     report = read_report(folder)
     started = [row for row in told if row.get("event") == events.RunStarted.__name__]
-    last = rows[-1] if rows else {}
-    done = _of(last, "step")
-    if not (steps or done is not None or started or "tool_version" in report or (folder / LOCK_NAME).exists()):
+    own = [
+        row for row in rows if _of(row, "step") is not None and isinstance(row.get("loss", ""), (int, float, NoneType))
+    ]
+    last = own[-1] if own else {}
+    if not (own or started or "tool_version" in report or (folder / LOCK_NAME).exists()):
         return None
     evaluations = [
         point for row in GrowingFile(folder / EVALUATIONS_NAME).new_rows() if (point := _number(row, "loss"))
@@ -104,7 +107,7 @@ def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary |
         name,
         folder,
         RunFiles(folder).life().value,
-        steps=int(done or 0),
+        steps=int(_of(last, "step") or 0),
         num_steps=None if total is None else int(total),
         rows=int(data["rows_kept"]) if "rows_kept" in data else None,
         loss=_of(last, "loss"),

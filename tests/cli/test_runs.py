@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("metrics.jsonl", "recipe.yaml", "eval.jsonl", "report.json"):
         (root / "outputs" / "more" / "damaged" / name).write_bytes(b"\xff\x00{[\n" * 5)
     (root / "outputs" / "foreign").mkdir()
-    (root / "outputs" / "foreign" / "metrics.jsonl").write_text('{"epoch": 1, "accuracy": 0.5}\n[1]\n')
+    (root / "outputs" / "foreign" / "metrics.jsonl").write_text(
+        '{"epoch": 1, "accuracy": 0.5}\n[1]\n{"step": 1, "reward": 0.5}\n'
+    )
     (root / "outputs" / "empty").mkdir()
     return root
 
