@@ -35,7 +35,15 @@ from roundpipe_cli.cli.output import run_command, say
 from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, figures_of, make_schedule, run
+from roundpipe_cli.planning.compare import (
+    Result,
+    SimulationCase,
+    StageCut,
+    check_case,
+    make_schedule,
+    run,
+    schedule_figures,
+)
 from roundpipe_cli.planning.predict import make_plan, stage_case, step_costs
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Options
@@ -249,7 +257,7 @@ def print_recipes(names: Sequence[str]) -> None:
 
 
 def print_json(case: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
-    found = bench_document(case, map(figures_of, results))
+    found = bench_document(case, map(schedule_figures, results))
     for entry, item in zip(found["results"], measured, strict=True):
         entry["measured_makespan_s"] = item.makespan_s
         entry["measured_bubble_ratio"] = item.bubble_ratio

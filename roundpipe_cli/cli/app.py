@@ -53,7 +53,8 @@ class CommandGroup(TyperGroup):
             command = self.loaded(command)
             hints = get_type_hints(command.callback)
             for param in command.get_params(ctx):  # help too
-                param.process_value = partial(plain_value, param, PLAIN.get(hints.get(param.name)), param.process_value)
+                make, convert = PLAIN.get(hints.get(param.name)), param.process_value
+                param.process_value = partial(plain_value, param=param, make=make, convert=convert)
         return name, command, rest
 
     def loaded(self, command: Any) -> Any:
@@ -61,14 +62,14 @@ class CommandGroup(TyperGroup):
         return command
 
 
-def plain_value(param: Any, make: Any, convert: Any, ctx: Any, value: Any) -> Any:
+def plain_value(ctx: Any, value: Any, *, param: Any, make: Any, convert: Any) -> Any:
     """The value that a command's function gets for an option or argument: typer's, without typer where that is plain.
 
     Args:
+        ctx, value: those of click's `process_value`. The value is None where the line lacks the option, of which no
+            callback hears, and a number where that is its default.
         make: of `PLAIN`; None: the option's words have to be checked.
         convert: typer's `process_value`.
-        ctx, value: its arguments. The value is None where the line lacks the option, of which no callback hears, and
-            a number where that is its default.
     """
     if value is None and not param.required:
         return () if param.multiple or param.nargs == -1 else None

@@ -23,9 +23,9 @@ from roundpipe_cli.planning.compare import (
     SimulationCase,
     StageCut,
     check_case,
-    figures_of,
     row_of,
     run,
+    schedule_figures,
 )
 from roundpipe_cli.planning.predict import cards_worth_using, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
@@ -318,7 +318,7 @@ def _print_table(question: SimulationCase, found: list[dict[str, Any]], forward_
 
 
 def bench_document(question: SimulationCase, figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The document that `--json` prints, with what `figures_of` made of each schedule."""
+    """The document that `--json` prints, with what `schedule_figures` made of each schedule."""
     counts = {"workers": question.num_workers, "microbatches": question.num_microbatches}
     return {**counts, "results": list(figures)}
 
@@ -371,7 +371,7 @@ def run_for_real(
             asked=asked,
         )
     if json_output:
-        rows = [{**figures_of(item.predicted), **_measured(item)} for item in comparison.schedules]
+        rows = [{**schedule_figures(item.predicted), **_measured(item)} for item in comparison.schedules]
         counts = {"workers": len(comparison.devices), "microbatches": comparison.num_microbatches}
         say_json({**counts, "results": rows, "keep": keep_lines(comparison)}, indent=None)
     else:

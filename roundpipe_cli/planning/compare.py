@@ -204,7 +204,7 @@ Keeps = Callable[[StageCut], bool]
 BUBBLE_PARTS = ("fill", "switch", "drain", "steady")
 
 
-def figures_of(result: Result) -> dict[str, Any]:
+def schedule_figures(result: Result) -> dict[str, Any]:
     """One schedule's simulated figures as `--json` prints them. Seconds; the four parts sum to the bubble ratio."""
     return {
         "schedule": result.schedule.name,
@@ -219,8 +219,12 @@ def figures_of(result: Result) -> dict[str, Any]:
 
 
 def row_of(result: Result) -> dict[str, Any]:
-    """What `bench` says of a schedule, in JSON's types: `figures_of`, how stages are dealt, workers without any."""
-    return {"figures": figures_of(result), "dealing": _dealing_words(result.dealing), "num_idle": _num_idle(result)}
+    """A row of `bench`, in JSON's types: a schedule's figures, how its stages are dealt, workers without any."""
+    return {
+        "figures": schedule_figures(result),
+        "dealing": _dealing_words(result.dealing),
+        "num_idle": _num_idle(result),
+    }
 
 
 def _dealing_words(dealing: Options) -> str:
