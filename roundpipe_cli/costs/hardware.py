@@ -349,7 +349,7 @@ def _model_words(name: str) -> tuple[str, str, str] | None:
 
 def is_amd(known: str) -> bool:
     """Whether a name of the catalogue is of an AMD card."""
-    return known.startswith(("radeon", "mi"))
+    return _maker(known) == "amd"
 
 
 _MAKERS = {

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from roundpipe_cli.costs.machine import HostMemory
-from roundpipe_cli.costs.memory import PINNED_RING_BYTES
+from roundpipe_cli.costs.memory import ALLOCATOR_VARIABLES, PINNED_RING_BYTES
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.backends.cuda_process import ALLOCATOR_VARIABLES, WORKSPACE, counts
+from roundpipe_cli.engine.backends.cuda_process import WORKSPACE, counts
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
 from roundpipe_cli.engine.step import StepResult
