@@ -20,16 +20,7 @@ from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, is_off
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
-from roundpipe_cli.recipe.convert_rules import (
-    PAIR_STAGE,
-    Conversion,
-    Job,
-    has_reference,
-    is_pairs,
-    job_of,
-    reads_loss_key,
-    short,
-)
+from roundpipe_cli.recipe.convert_rules import BY_STEPS, Conversion, Job, PAIR_STAGE, has_reference, is_pairs, job_of, reads_loss_key, short
 from roundpipe_cli.recipe.convert_tables import (
     DEFAULTS,
     LOGGING_STEPS,
@@ -224,8 +215,9 @@ def convert_file(
     result.values.setdefault("method", method)
     _accepted(result, datasets)  # before anything counts with the values
     result.values["method"] = method
-    if not result.is_lora:
-        result.drop_adapters()
+    for target in [] if result.is_lora else [key for key in result.values if key.startswith("lora.")]:
+        del result.values[target]
+        result.leave_out(*result.sources.pop(target), "every weight is trained")
     _keep_long_texts(result, datasets)
     _fill_defaults(result)
     _multiply(result, num_gpus)
@@ -339,10 +331,6 @@ def _tool_of(data: dict[str, Any], name: str) -> Tool:
     return best
 
 
-_BY_STEPS = {"save_steps": ("save_strategy",), "eval_steps": ("eval_strategy", "evaluation_strategy")}
-"""Number of steps -> the keys that say whether steps count."""
-
-
 def _fill_defaults(result: Conversion) -> None:
     defaults = {**DEFAULTS[result.tool, "all"], **DEFAULTS.get((result.tool, result.job), {})}
     if result.is_lora:
@@ -350,9 +338,10 @@ def _fill_defaults(result: Conversion) -> None:
     if result.is_lora and result.tool == "llama-factory":
         rank = result.data.get("lora_rank")
         defaults["lora_alpha"] = 2 * (rank if rank and isinstance(rank, int) else defaults["lora_rank"])
-    for key, strategies in _BY_STEPS.items():  # the strategy says steps, and only the tool knows how many
+    for key, strategies in BY_STEPS.items():  # the strategy says steps, and only the tool knows how many
         said = [name for name in strategies if result.data.get(name) == "steps"]
-        if said and result.reads(key):
+        is_read = key == "save_steps" or result.values.get("val_set_size") or result.values.get("eval_datasets")
+        if said and is_read:
             usual = {"save_steps": 500, "eval_steps": result.data.get("logging_steps") or LOGGING_STEPS[result.tool]}
             result.default(key, usual[key])
             result.without_effect = [name for name in result.without_effect if name not in said]

@@ -13,13 +13,7 @@ from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
 from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert_tables import (
-    OTHER_TEMPLATES,
-    TEMPLATE_FAMILIES,
-    UNKNOWN,
-    UNSLOTH_USUAL,
-    Tool,
-)
+from roundpipe_cli.recipe.convert_tables import OTHER_TEMPLATES, TEMPLATE_FAMILIES, UNKNOWN, UNSLOTH_USUAL, Tool
 from roundpipe_cli.recipe.foreign import begins_idle, file_answer
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import values_as_yaml
@@ -52,10 +46,6 @@ ConversionRule = Callable[[Any, Data], Writes]
 Raises LeaveOutError, or another ValueError where this value has no counterpart."""
 
 
-def _nothing(value: Any, data: Data) -> Writes:
-    return {}
-
-
 def _as(target: str) -> ConversionRule:
     return lambda value, data: {target: value}
 
@@ -77,34 +67,20 @@ def _choice(choices: Mapping[Any, Writes], other: ConversionRule) -> ConversionR
     return writes_of
 
 
-def _only(usual: tuple[Any, ...], reason: str, change: str | None) -> ConversionRule:
+def _only(usual: tuple[Any, ...], reason: str, change: str) -> ConversionRule:
     """Values that ask for what is always done here; of others the line is left out."""
     return _choice(dict.fromkeys(usual, {}), _left_out(reason, change))
 
 
-def _on_by_default(change: str) -> ConversionRule:
+def _unless_false(change: str) -> ConversionRule:
     """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
-    return lambda value, data: {} if value is not False else _left_out("cannot be turned off here", change)(value, data)
+    off = _left_out("cannot be turned off here", change)
+    return lambda value, data: off(value, data) if value is False else {}
 
 
 def _if_true(writes: Writes) -> ConversionRule:
     """A switch that changes nothing where it is off."""
     return lambda value, data: writes if value is True else {}
-
-
-def _unless_off(rule: ConversionRule) -> ConversionRule:
-    return lambda value, data: {} if is_off(value) else rule(value, data)
-
-
-def _alias(name: str) -> ConversionRule:
-    """A spelling that recipes take too; one of rows stands in a file whose tool reads others."""
-    if name == "dataset_name":
-        return _unless_off(_left_out("no counterpart here", UNKNOWN))
-    return _unless_off(lambda value, data: ALIASES[name](value))
-
-
-def _own(key: str) -> ConversionRule:
-    return lambda value, data: {} if is_off(value) and value is not False else {key: value}
 
 
 # The objective of another tool's file, and its keys for losses that compare answers.
@@ -154,17 +130,21 @@ def _settings_named(key: str) -> Mapping[str, str]:
     return {name: path for name, path in dotted.items() if path in known_keys(Recipe)}
 
 
+_REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
 _BETAS = _settings_named("beta")
-_TARGETS: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "beta", "trl"), _BETAS),
-    "orpo_alpha": _BETAS,
+_SILENT = """
+    precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval
+    generate_during_eval precompute_ref_batch_size max_prompt_len max_prompt_length max_completion_length
+    disable_dropout train_on_prompt train_on_inputs mask_history kto_chosen_weight kto_rejected_weight
+    desirable_weight undesirable_weight kto_desirable_weight kto_undesirable_weight ppo_buffer_size ppo_epochs
+    ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters reward_model_quantization_bit
+    reward_model_type
+"""
+LOSS_KEYS: Mapping[str, Mapping[str, str] | str] = {
+    **dict.fromkeys(("rl", "stage", "pref_loss", "dpo_loss_type", "loss_type"), "objective"),
+    **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "beta", "trl", "orpo_alpha"), _BETAS),
     **{key: _settings_named(key) for key in ("simpo_gamma", "cpo_alpha", "label_smoothing")},
     "dpo_label_smoothing": {"dpo": "dpo.label_smoothing"},
-}
-"""Key of another tool -> objective -> recipe key."""
-
-_REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
-_PAIR_CHANGES: Mapping[str, str] = {
     **dict.fromkeys(("ref_model", "ref_model_adapters", "ref_model_quantization_bit"), _REFERENCE),
     **dict.fromkeys(("reference_free", "sync_ref_model"), _REFERENCE),
     **dict.fromkeys(("pref_ftx", "rpo_alpha"), "the chosen answers' likelihood has no part in the loss"),
@@ -175,24 +155,11 @@ _PAIR_CHANGES: Mapping[str, str] = {
     "f_divergence_type": "the reverse KL divergence is used",
     "alpha": "rewards are not transformed (AlphaPO)",
     "dpo_norm_loss": "the loss is not divided by lengths",
+    **dict.fromkeys(_SILENT.split(), {}),
 }
-"""Keys that have no counterpart in a job with pairs, and what is trained instead."""
-
-_DECIDE = ("rl", "stage", "pref_loss", "dpo_loss_type", "loss_type")
-"""Keys that name the objective."""
-_SILENT = """
-    precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel
-    dpo_use_logits_to_keep dpo_generate_during_eval generate_during_eval precompute_ref_batch_size max_prompt_len
-    max_prompt_length max_completion_length disable_dropout train_on_prompt train_on_inputs mask_history
-    kto_chosen_weight kto_rejected_weight desirable_weight undesirable_weight kto_desirable_weight
-    kto_undesirable_weight ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model
-    reward_model_adapters reward_model_quantization_bit reward_model_type
-"""
-_WITHOUT_EFFECT = frozenset(_SILENT.split())
-"""Keys that other jobs read, or that only change how the same is computed."""
-_OF_SFT = frozenset(("train_on_prompt", "train_on_inputs", "mask_history", "loss_type"))
-LOSS_KEYS = frozenset({*_TARGETS, *_PAIR_CHANGES, *_WITHOUT_EFFECT, *_DECIDE} - _OF_SFT)
-"""Keys about losses that compare answers."""
+"""Keys about losses that compare answers: the recipe's key by objective, none where other jobs read it or the same is
+computed in another way; the sentence of what is trained in place of one without a counterpart; or `objective`."""
+_OF_SFT = ("train_on_prompt", "train_on_inputs", "mask_history", "loss_type")
 
 
 def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
@@ -200,46 +167,33 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 
     The files of TRL do not say for which of its programs they are: there, such a key is a sign of another job.
     """
-    if is_pairs(job):
-        return key in LOSS_KEYS or key in _OF_SFT
-    return key in LOSS_KEYS and tool != "trl" and not (tool == "axolotl" and key in ("trl", "reward_model"))
+    if is_pairs(job) or key not in LOSS_KEYS:
+        return key in LOSS_KEYS
+    return key not in _OF_SFT and tool != "trl" and not (tool == "axolotl" and key in ("trl", "reward_model"))
 
 
 def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     """The keys that a key of such losses becomes; nothing where the job does not read it."""
-    if not is_pairs(job) or key in _WITHOUT_EFFECT or (key == "dpo_loss_type" and not has_reference(job)):
+    meant = LOSS_KEYS[key]
+    if not is_pairs(job) or (key == "dpo_loss_type" and not has_reference(job)):
         return {}
-    if key in _DECIDE:
+    if meant == "objective":
         return {"objective": job}
-    if key == "trl":
-        return _trl_section(value, job)
-    if key in ("rl_beta", "orpo_alpha", "dpo_beta") and _precedes(key, data):
+    section = data.get("trl") if isinstance(data.get("trl"), dict) else {}
+    if key == "trl":  # axolotl's, of whose keys jobs with pairs read `beta`
+        others = [name for name, setting in section.items() if name != "beta" and not is_off(setting)]
+        if others:
+            raise LeaveOutError(f"{shown_value(', '.join(others))}: read in reinforcement learning only")
+        value = section.get("beta")
+    is_second = section.get("beta") is not None or (key != "rl_beta" and data.get("rl_beta") is not None)
+    if is_second and key in ("rl_beta", "orpo_alpha", "dpo_beta"):
         raise LeaveOutError("another key decides: trl.beta, then rl_beta, then orpo_alpha")
-    if (target := _TARGETS.get(key, {}).get(job)) is not None:
-        return {target: value}
+    if not isinstance(meant, str):
+        return {meant[job]: value} if job in meant and value is not None else {}
     is_usual = is_off(value) or value in (0, 0.0, data.get("model_name_or_path"), "reverse_kl")
-    if key in _PAIR_CHANGES and not is_usual and (has_reference(job) or _PAIR_CHANGES[key] != _REFERENCE):
-        raise LeaveOutError("no counterpart here", _PAIR_CHANGES[key])
-    return {}
-
-
-def _precedes(key: str, data: Mapping[str, Any]) -> bool:
-    """Whether axolotl reads another key in place of this one."""
-    section = data.get("trl")
-    first = section.get("beta") if isinstance(section, dict) else None
-    return first is not None or (key != "rl_beta" and data.get("rl_beta") is not None)
-
-
-def _trl_section(value: Any, job: Job) -> Writes:
-    """axolotl's `trl`, of whose keys jobs with pairs read `beta`."""
-    section = value if isinstance(value, dict) else {}
-    others = [name for name, setting in section.items() if name != "beta" and not is_off(setting)]
-    if others:
-        raise LeaveOutError(f"{shown_value(', '.join(others))}: read in reinforcement learning only")
-    return {} if section.get("beta") is None else {_BETAS[job]: section["beta"]}
-
-
-_UNKNOWN_KEY = _unless_off(_left_out("no counterpart here", UNKNOWN))
+    if is_usual or (meant == _REFERENCE and not has_reference(job)):
+        return {}
+    raise LeaveOutError("no counterpart here", meant)
 
 
 # Rules that depend on other keys, or on more than a table of values.
@@ -254,18 +208,15 @@ def _min_lr_ratio(value: Any, data: Data) -> Writes:
 
 
 def _schedule(value: Any, data: Data) -> Writes:
-    if value == "cosine" and data.get("cosine_min_lr_ratio"):
-        return {}  # `_min_lr_ratio` writes the schedule
-    return {"lr_scheduler_type": value}
+    is_other = value == "cosine" and data.get("cosine_min_lr_ratio")  # `_min_lr_ratio` writes the schedule
+    return {} if is_other else {"lr_scheduler_type": value}
 
 
 def _warmup_ratio(value: Any, data: Data) -> Writes:
     """Steps go before a ratio, as in transformers, whichever the file says first."""
-    if not data.get("warmup_steps"):
-        return {"warmup_steps": value}
-    if not value:
-        return {}
-    raise LeaveOutError("warmup_steps says otherwise", "warmup_steps decides")
+    if value and data.get("warmup_steps"):
+        raise LeaveOutError("warmup_steps says otherwise", "warmup_steps decides")
+    return {} if data.get("warmup_steps") else {"warmup_steps": value}
 
 
 def _accumulation_of_batch(value: Any, data: Data) -> Writes:
@@ -313,15 +264,7 @@ def _generated(value: Any, data: Data) -> Writes:
     return {"max_seq_length": value} if is_of_rows else {}
 
 
-def _hub_name(value: Any, data: Data) -> Writes:
-    """axolotl uploads where there is a name, the others where `push_to_hub` says so."""
-    return {"hub_model_id": value} if "base_model" in data or data.get("push_to_hub") is True else {}
-
-
-def _hub_push(value: Any, data: Data) -> Writes:
-    if value is True and not data.get("hub_model_id"):
-        raise LeaveOutError("name the repository: hub_model_id", "nothing is uploaded")
-    return {}
+_NO_NAME = "name the repository: hub_model_id", "nothing is uploaded"
 
 
 def _resume(value: Any, data: Data) -> Writes:
@@ -349,26 +292,20 @@ _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
 def _template(value: Any, data: Data) -> Writes:
-    """A file or a text, or a name, which may be that of the model's own template."""
+    """A file or a text, or a name, which may be that of the model's own template: `llama3` of Llama-3.1-8B."""
     name, model = str(value), str(data.get("base_model") or data.get("model_name_or_path"))
     if "{%" in name or "{{" in name or name.endswith(_TEMPLATE_FILES):
         return {"chat_template": value}
-    is_default = name.startswith("tokenizer_default") or (value == "jinja" and data.get("chat_template_jinja"))
-    if is_default or _is_own_template(name, model):
+    if name.startswith("tokenizer_default") or (value == "jinja" and data.get("chat_template_jinja")):
+        return {}
+    model = model.rstrip("/").rpartition("/")[2].lower()
+    family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (name, model))
+    pattern = TEMPLATE_FAMILIES.get(name)
+    if re.search(pattern, model) if pattern else len(family) > 2 and re.search(f"(?:^|meta){family}", plain):
         return {}
     reason = "the tokenizer's own chat template is used; another one is text or a separate file in the recipe"
-    raise LeaveOutError(
-        reason, f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
-    )
-
-
-def _is_own_template(template: str, model: str) -> bool:
-    """Whether the template is that of the model's family, by both names: `llama3` and `meta-llama/Llama-3.1-8B`."""
-    name = model.rstrip("/").rpartition("/")[2].lower()
-    if template in TEMPLATE_FAMILIES:
-        return re.search(TEMPLATE_FAMILIES[template], name) is not None
-    family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (template, name))
-    return len(family) > 2 and re.search(rf"(?:^|meta){re.escape(family)}", plain) is not None
+    change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
+    raise LeaveOutError(reason, change)
 
 
 def _template_path(value: Any, data: Data) -> Writes:
@@ -398,16 +335,17 @@ def _special(value: Any, data: Data) -> Writes:
 
 
 def _resized(value: Any, data: Data) -> Writes:
-    if not value or _new_tokens(True, data)["add_tokens"]:
-        return {}
-    raise LeaveOutError("the embedding grows with add_tokens only", "the embedding keeps its size")
+    if value and not _new_tokens(True, data)["add_tokens"]:
+        raise LeaveOutError("the embedding grows with add_tokens only", "the embedding keeps its size")
+    return {}
 
 
 def _tokens(value: Any, data: Data) -> Writes:
+    """Padding is never trained and never seen."""
     names = [key for key in value if key not in ("pad_token", "unk_token", _MORE)] if isinstance(value, dict) else ["?"]
-    if not names:  # padding is never trained and never seen
-        return _special(True, data) if value.get(_MORE) else {}
-    raise LeaveOutError("the tokenizer's own tokens are used", f"the tokenizer's own {', '.join(names)}")
+    if names:
+        raise LeaveOutError("the tokenizer's own tokens are used", f"the tokenizer's own {', '.join(names)}")
+    return _special(True, data) if value.get(_MORE) else {}
 
 
 def _bf16(value: Any, data: Data) -> Writes:
@@ -427,13 +365,14 @@ def _plugins(value: Any, data: Data) -> Writes:
     return {}
 
 
-_BY_STRATEGY = ("epoch", "no", False, "best")
-"""Strategies with which transformers does not read the number of steps."""
+BY_STEPS = {"save_steps": ("save_strategy",), "eval_steps": ("eval_strategy", "evaluation_strategy")}
+"""Number of steps -> the keys that say whether steps count."""
 
 
-def _eval_steps(value: Any, data: Data) -> Writes:
-    strategies = [data.get(key) for key in ("eval_strategy", "evaluation_strategy")]
-    return {} if any(strategy in _BY_STRATEGY for strategy in strategies) else {"eval_steps": value}
+def _steps(key: str) -> ConversionRule:
+    """A number of steps, which transformers does not read with another strategy."""
+    strategies = ("epoch", "no", False, "best")
+    return lambda value, data: {} if any(data.get(name) in strategies for name in BY_STEPS[key]) else {key: value}
 
 
 def _eval_strategy(value: Any, data: Data) -> Writes:
@@ -450,47 +389,35 @@ def _per_epoch(target: str) -> ConversionRule:
     """axolotl's number of saves or evaluations in an epoch: it makes a share of all steps of it."""
 
     def writes_of(value: Any, data: Data) -> Writes:
+        epochs = data.get("num_epochs") or 1
         if target == "eval_steps" and not (data.get("val_set_size") or data.get("test_datasets")):
             return {}
         if value == 1 and not data.get("max_steps"):
             return {target: "epoch"}
-        epochs = data.get("num_epochs") or 1
         if not isinstance(value, (int, float)) or not isinstance(epochs, (int, float)) or value <= 0 or epochs <= 0:
             raise LeaveOutError("no number above 0")
-        if value * epochs > 1:
-            return {target: 1 / (value * epochs)}
-        return {target: "epoch" if target == "save_steps" else None}
+        once = "epoch" if target == "save_steps" else None
+        return {target: 1 / (value * epochs) if value * epochs > 1 else once}
 
     return writes_of
 
 
-_TORCHAO = Partly({"optim": "adamw_8bit"}, "torchao's 8-bit AdamW becomes bitsandbytes'")
 _NEAR_OPTIMIZERS: Mapping[str, Writes] = {
-    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), _TORCHAO),
+    **dict.fromkeys(
+        ("adamw_torch_8bit", "ao_adamw_8bit"),
+        Partly({"optim": "adamw_8bit"}, "torchao's 8-bit AdamW becomes bitsandbytes'"),
+    ),
     "adamw_apex_fused": Partly({"optim": "adamw"}, "apex's AdamW becomes torch's"),
     "adamw_torch_npu_fused": Partly({"optim": "adamw"}, "AdamW of another device becomes torch's"),
 }
 """Other tools' optimizers that do the same with other code."""
-_STARTS: Mapping[Any, Writes] = {
-    **dict.fromkeys((True, "default"), {"lora.init": "default"}),
-    "gaussian": {"lora.init": "gaussian"},
-}
-_SAVES: Mapping[Any, Writes] = {
-    "steps": {},
-    "epoch": {"save_steps": "epoch"},
-    **dict.fromkeys(("no", False), {"save_steps": None}),
-}
+_INITS = {**dict.fromkeys((True, "default"), {"lora.init": "default"}), "gaussian": {"lora.init": "gaussian"}}
+_SAVES = {"steps": {}, "epoch": {"save_steps": "epoch"}, **dict.fromkeys(("no", False), {"save_steps": None})}
 _NO_SUCH_SAVES = "checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"
-_NO_SUCH_START = (
-    "starts that change the base weights are not offered",
-    "the adapters start by lora.init in place of that",
-)
-_ORDERS: Mapping[Any, Writes] = {"sequential": {"shuffle": False}, "random": {"shuffle": True}}
-_NO_SUCH_ORDER = "rows come in random order or in theirs", "rows come in random order, not {}"
+_NO_INIT = "starts that change the base weights are not offered", "the adapters start by lora.init in place of that"
 _THOUGHTS = "thoughts are as the chat template writes them"
 _NO_DFT = "only cross-entropy is offered", "the ordinary cross-entropy is trained in place of DFT's"
 _SHARES = "shares of the draws become datasets[].weight, shares of an epoch's rows"
-_BEST = "the loss decides which weights are best", "the best weights are those of the lowest loss"
 _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
 _OWN = frozenset(key for key in known_keys(Recipe) if "." not in key and key != "datasets")
@@ -498,8 +425,13 @@ _OWN = frozenset(key for key in known_keys(Recipe) if "." not in key and key != 
 RULES: Mapping[str, ConversionRule] = {
     **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in UNSLOTH_USUAL.items()},
     "use_peft": lambda value, data: ALIASES["use_peft"](value),
-    "hub_model_id": _hub_name,
-    "push_to_hub": _hub_push,
+    # axolotl uploads where there is a name, the others where `push_to_hub` says so
+    "hub_model_id": lambda value, data: (
+        {"hub_model_id": value} if "base_model" in data or data.get("push_to_hub") is True else {}
+    ),
+    "push_to_hub": lambda value, data: (
+        {} if value is not True or data.get("hub_model_id") else _left_out(*_NO_NAME)(value, data)
+    ),
     "excess_length_strategy": lambda value, data: {"long_rows": "error" if value == "raise" else value},
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),
@@ -508,7 +440,7 @@ RULES: Mapping[str, ConversionRule] = {
     "batch_size": _accumulation_of_batch,
     **dict.fromkeys(("optimizer", "optim"), _choice(_NEAR_OPTIMIZERS, _as("optim"))),
     "lora_target_modules": _lora_targets,
-    "peft_init_lora_weights": _choice(_STARTS, _left_out(*_NO_SUCH_START)),
+    "peft_init_lora_weights": _choice(_INITS, _left_out(*_NO_INIT)),
     "peft": _left_out("see lora.init", "the adapters start by lora.init in place of LoftQ"),
     "adapter_name_or_path": _adapters,
     "neat_packing": _if_true({"packing": True}),
@@ -516,19 +448,25 @@ RULES: Mapping[str, ConversionRule] = {
     "packing_strategy": _packing_strategy,
     "truncation_mode": _only(("keep_start",), "the start of a long row is kept", "long rows lose their end"),
     **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _if_true({"shuffle": False})),
-    "train_sampling_strategy": _choice(_ORDERS, _left_out(*_NO_SUCH_ORDER)),
-    "ignore_pad_token_for_loss": _on_by_default("padding is never trained"),
-    "average_tokens_across_devices": _on_by_default("the loss is a mean over all tokens of a step"),
-    "pretrain_multipack_attn": _on_by_default("packed texts do not see each other"),
+    "train_sampling_strategy": _choice(
+        {"sequential": {"shuffle": False}, "random": {"shuffle": True}},
+        _left_out("rows come in random order or in theirs", "rows come in random order, not {}"),
+    ),
+    "ignore_pad_token_for_loss": _unless_false("padding is never trained"),
+    "average_tokens_across_devices": _unless_false("the loss is a mean over all tokens of a step"),
+    "pretrain_multipack_attn": _unless_false("packed texts do not see each other"),
     "enable_thinking": lambda value, data: Partly({"chat_template_kwargs": {"enable_thinking": value}}, _THOUGHTS),
     "max_length": _generated,
     "save_strategy": _choice(_SAVES, _left_out(_NO_SUCH_SAVES)),
-    "save_steps": lambda value, data: {} if data.get("save_strategy") in _BY_STRATEGY else {"save_steps": value},
-    "eval_steps": _eval_steps,
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
+    **{key: _steps(key) for key in BY_STEPS},
+    **dict.fromkeys(BY_STEPS["eval_steps"], _eval_strategy),
     "saves_per_epoch": _per_epoch("save_steps"),
     "evals_per_epoch": _per_epoch("eval_steps"),
-    "metric_for_best_model": _only(("loss", "eval_loss"), *_BEST),
+    "metric_for_best_model": _only(
+        ("loss", "eval_loss"),
+        "the loss decides which weights are best",
+        "the best weights are those of the lowest loss",
+    ),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _resume),
     "early_stopping_steps": _as("early_stopping_patience"),
     "unfrozen_parameters": _unfrozen,
@@ -563,12 +501,18 @@ def rule_of(key: str) -> ConversionRule:
     """The rule of a key outside of losses: its own, the answer that recipes give it too, an alias', a recipe key's."""
     if key in RULES:
         return RULES[key]
-    if answer := file_answer(key):
+    answer = file_answer(key)
+    if answer is None and key in _OWN:
+        return lambda value, data: {} if is_off(value) and value is not False else {key: value}
+    rule = _left_out("no counterpart here", UNKNOWN)
+    if answer is not None:
         others = {"other": _left_out("no counterpart here", answer.text), "advice": _left_out(answer.text)}
-        return _unless_off(others.get(answer.kind, _nothing))
-    if key in ALIASES:
-        return _alias(key)
-    return _own(key) if key in _OWN else _nothing if begins_idle(key) else _UNKNOWN_KEY
+        rule = others.get(answer.kind, _if_true({}))
+    elif key in ALIASES and key != "dataset_name":  # of rows, in a file whose tool reads others
+        rule = lambda value, data: ALIASES[key](value)  # noqa: E731
+    elif begins_idle(key):
+        rule = _if_true({})
+    return lambda value, data: {} if is_off(value) else rule(value, data)
 
 
 # The result of a conversion, and its recipe as text, whose header begins with what trains differently.
@@ -629,8 +573,12 @@ class Conversion:
 
     def convert(self, key: str, value: Any) -> None:
         """One line of the file into the recipe's values or one of the lists."""
+        is_of_loss = reads_loss_key(key, self.job, self.tool)
         try:
-            writes = {} if value is None else self._rule_of(key)(value, self.data)
+            if value is None:
+                writes: Writes = {}
+            else:
+                writes = _loss_writes(key, value, self.data, self.job) if is_of_loss else rule_of(key)(value, self.data)
         except ValueError as error:
             change = error.change if isinstance(error, LeaveOutError) else f"not {short(value)}"
             self.leave_out(key, value, str(error), change=change)
@@ -642,21 +590,13 @@ class Conversion:
         for target, meant in writes.items():
             self.put(target, meant, key, value)
 
-    def _rule_of(self, key: str) -> ConversionRule:
-        if reads_loss_key(key, self.job, self.tool):
-            return lambda value, data: _loss_writes(key, value, data, self.job)
-        return rule_of(key)
-
     def put(self, target: str, value: Any, key: str, written: Any) -> None:
         """Write a value, or list the file's line as left out where it contradicts another."""
         known, meant = value_alias(target, value)
         value = meant if known else value
-        if target in self.values and self.values[target] != value:
-            other = self.sources[target][0]
+        other, _ = self.sources.setdefault(target, (key, written))
+        if self.values.setdefault(target, value) != value:
             self.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
-            return
-        self.values[target] = value
-        self.sources.setdefault(target, (key, written))
 
     def default(self, key: str, value: Any) -> None:
         """A default of the other tool, where its file says nothing about the same thing."""
@@ -670,10 +610,6 @@ class Conversion:
         if key not in self.without_effect:
             self.without_effect.append(key)
 
-    def reads(self, key: str) -> bool:
-        """Whether a recipe of these values reads such a key: `eval_steps` needs rows to evaluate on."""
-        return key != "eval_steps" or bool(self.values.get("val_set_size") or self.values.get("eval_datasets"))
-
     def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
         """List a line as left out; `change` says what training does instead, where that is not the same."""
         if (line := UnusedLine(key, value, reason, change)) not in self.left_out:
@@ -683,18 +619,15 @@ class Conversion:
 
     def change(self, key: str, what: str) -> None:
         """Name in the first line what training does in place of `key`."""
-        sentence = f"{key}: {what}"
-        if sentence not in self.changes:
+        if (sentence := f"{key}: {what}") not in self.changes:
             self.changes.append(sentence)
 
     def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
         """List a line whose value no recipe can have, with what the recipe does instead."""
         self.refused.add(target)
-        change = None
-        if target.partition(".")[0] not in _NOT_TRAINING:
-            ours = {one.name: one.default for one in recipe_keys()}.get(target) or "what it is without that line"
-            change = f"not {short(written)}, but {target}: {ours}"
-        self.leave_out(key, written, reason, change=change)
+        ours = {one.name: one.default for one in recipe_keys()}.get(target) or "what it is without that line"
+        changes = target.partition(".")[0] not in _NOT_TRAINING
+        self.leave_out(key, written, reason, change=f"not {short(written)}, but {target}: {ours}" if changes else None)
 
     def take_out(self, error: RecipeError) -> None:
         """Take the value of the first problem out of the recipe; its line is listed as left out.
@@ -704,9 +637,8 @@ class Conversion:
         """
         problem = error.problems[0]
         place = (problem.where or "").rpartition(": ")[2].partition(" (")[0]
-        target = max(
-            (known for known in self.sources if re.match(rf"{re.escape(known)}\b", place)), key=len, default="model"
-        )
+        named = [target for target in self.sources if re.match(rf"{re.escape(target)}\b", place)]
+        target = max(named, key=len, default="model")
         if target == "model":
             raise error
         key, written = self.sources.pop(target)
@@ -715,12 +647,6 @@ class Conversion:
         expected = f" (expected: {problem.expected})" if problem.expected else ""
         self.refuse(target, key, written, problem.what + expected)
 
-    def drop_adapters(self) -> None:
-        """Take what is said of adapters out of the recipe again, where every weight is trained."""
-        for target in [key for key in self.values if key.startswith("lora.")]:
-            del self.values[target]
-            self.leave_out(*self.sources.pop(target), "every weight is trained")
-
     def document(self) -> dict[str, Any]:
         """The result as JSON."""
         lists = {key: getattr(self, key) for key in ("recipe", "changes", "left_out", "without_effect", "notes")}
@@ -728,17 +654,13 @@ class Conversion:
 
     def text(self, source: str) -> str:
         """The recipe's file: a header that says what happened, then the keys."""
-        lines = []
-        if self.changes:
-            changes = "; ".join(self.changes).replace("\n", " ")
-            lines.append(f"# Not the same training as {source}: {changes}.")  # one line, however long
+        differs = "; ".join(self.changes).replace("\n", " ")  # one line, however long
+        lines = [f"# Not the same training as {source}: {differs}."] if differs else []
         notes = " ".join([f"Converted from {source}, a file of {self.tool}.", *self.notes])
-        lines += _comment(notes, width=118, indent="# ", later="# ")
-        if self.left_out:
-            lines += ["#", "# Left out:"]
-            for entry in self.left_out:
-                text = f"{entry.key}: {short(entry.value)} - {entry.reason}"
-                lines += _comment(text, width=116, indent="#   ", later="#     ")
+        lines += _comment(notes, width=118, indent="# ", later="# ") + (["#", "# Left out:"] if self.left_out else [])
+        for entry in self.left_out:
+            text = f"{entry.key}: {short(entry.value)} - {entry.reason}"
+            lines += _comment(text, width=116, indent="#   ", later="#     ")
         return "\n".join([*lines, "", values_as_yaml(self.recipe, width=110)])
 
 
