@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,6 @@ DATASET_KEYS: Mapping[Tool, tuple[str, ...]] = {
 }
 """Keys of a file that are read here."""
 
-_ALPACA = "rows are put into the Alpaca prompt, not into axolotl's"
-_ALPACA_KINDS = ("alpaca", "alpaca.default", "alpaca:instruct")
-"""Names of axolotl's own Alpaca prompt, which is the same as this program's."""
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that name a reader of the files in `data_files`."""
 _HARMLESS = ("ds_type", "conversation", "preprocess_shards", "message_field_role", "message_field_content")
@@ -40,7 +37,7 @@ _EXAMPLES = {
     "datasets": "datasets: [{path: data/train.jsonl, type: chat_template}]",
     "pretraining_dataset": "pretraining_dataset: data/texts.jsonl",
     "dataset": "dataset: NAME, one of dataset_info.json in the folder dataset_dir",
-    "dataset_name": "dataset_name: org/rows, or a file",
+    "dataset_name or dataset_mixture": "dataset_name: org/rows, or a file",
 }
 WITHOUT_IT = "rows are read without it"
 """The same for settings that are not known here: any of them may change which rows there are, and what they say."""
@@ -59,34 +56,28 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
     Raises:
         RefusedError: the file names no rows, or such as are not trained or cannot be read here.
     """
-    if result.tool == "axolotl":
-        key = wanted = "pretraining_dataset" if result.job == "pretraining" else "datasets"
-        if key != "datasets" and result.data.get("datasets"):  # which axolotl does not read then
+    data, tool = result.data, result.tool
+    more: Entry = {}
+    if tool == "axolotl":
+        wanted = "pretraining_dataset" if result.job == "pretraining" else "datasets"
+        if wanted != "datasets" and data.get("datasets"):  # which axolotl does not read then
             result.drop("datasets")
-        elif key != "datasets" and "datasets" in result.data:
+        elif wanted != "datasets" and "datasets" in data:
             result.notes.append("datasets names no rows; those of pretraining_dataset are trained.")
-        datasets, eval_datasets = _axolotl_datasets(key, result), _axolotl_datasets("test_datasets", result)
-    elif result.tool == "llama-factory":
+        both = _axolotl_datasets(wanted, result), _axolotl_datasets("test_datasets", result)
+    elif tool == "llama-factory":
         wanted = "dataset"
-        datasets, eval_datasets = _factory_datasets("dataset", result), _factory_datasets("eval_dataset", result)
-        if result.job == Recipe.objective and result.data.get("mask_history") is True:
-            for entry in (*datasets, *eval_datasets):
-                entry["turns_to_train"] = "last"
+        both = _factory_datasets("dataset", result), _factory_datasets("eval_dataset", result)
+        more = {"turns_to_train": "last"} if result.job == Recipe.objective and data.get("mask_history") is True else {}
     else:
         wanted = "dataset_name or dataset_mixture"
-        datasets, eval_datasets = _trl_datasets(result), _trl_eval_datasets(result)
-        if is_pairs(result.job):
-            for entry in (*datasets, *eval_datasets):
-                entry["type"] = "preference"
-    if not datasets:
-        raise RefusedError(
-            "this file names no rows to train on",
-            where=result.name,
-            found=f"{wanted}: {shown_value(result.data[wanted])}" if wanted in result.data else f"no {wanted}",
-            expected=wanted,
-            hint=f"write into the file: {_EXAMPLES[wanted.split()[0]]}",
-        )
-    return datasets, eval_datasets
+        both = _trl_datasets(result), _trl_eval_datasets(result)
+        more = {"type": "preference"} if is_pairs(result.job) else {}
+    if not both[0]:
+        found = f"{wanted}: {shown_value(data[wanted])}" if wanted in data else f"no {wanted}"
+        what, hint = "this file names no rows to train on", f"write into the file: {_EXAMPLES[wanted]}"
+        raise RefusedError(what, where=result.name, found=found, expected=wanted, hint=hint)
+    return [entry | more for entry in both[0]], [entry | more for entry in both[1]]
 
 
 def _with_paths(items: Any, key: str, result: Conversion) -> Iterator[tuple[str, Entry]]:
@@ -120,29 +111,48 @@ def _finished(
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
     if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
         entry["columns"] = renamed
-    return [{**entry, "path": path} for path in _file_paths(entry["path"], files, f"{result.name}: {where}")]
-
-
-def _file_paths(path: str, files: Any, where: str) -> list[str]:
-    if is_off(files):
-        return [path]
-    names = files if isinstance(files, list) else [files]
+    path = entry["path"]
+    names = [path] if is_off(files) else files if isinstance(files, list) else [files]
     if not all(isinstance(file, str) for file in names):
-        raise RefusedError(
+        what, hint = (
             "files by split cannot be read",
-            where=where,
-            found=shown_value(files),
-            expected="a list of files",
-            hint="name the files of the split to train on: data_files: [train.jsonl]",
+            "name the files of the split to train on: data_files: [train.jsonl]",
         )
-    return names if path in _LOADERS else [f"{path}/{file}" for file in names]
+        place, found = f"{result.name}: {where}", shown_value(files)
+        raise RefusedError(what, where=place, found=found, expected="a list of files", hint=hint)
+    is_whole = is_off(files) or path in _LOADERS
+    return [{**entry, "path": name if is_whole else f"{path}/{name}"} for name in names]
+
+
+def _message_type(role: Any, content: Any, where: str, *, roles: Iterable[tuple[str, Any, str]]) -> str:
+    """`chat` or `sharegpt`, by the keys of a message.
+
+    Args:
+        roles: (place, name of a role, its meaning).
+
+    Raises:
+        RefusedError: rows of neither type have such keys, or such a role.
+    """
+    kind = {("role", "content"): "chat", ("from", "value"): "sharegpt"}.get((str(role), str(content)))
+    if kind is None:
+        what, hint = "messages with such keys cannot be read", "rename the keys in the file of the rows"
+        found, expected = f"{role} and {content}", "role and content, or from and value"
+        raise RefusedError(what, where=where, found=found, expected=expected, hint=hint)
+    known: Mapping[str, str] = SHAREGPT_ROLES if kind == "sharegpt" else CHAT_ROLES
+    for place, spelling, meant in roles:
+        if known.get(str(spelling)) != meant:
+            what = f"messages of the {meant} with such a role cannot be read"
+            hint = "rename the roles in the file of the rows"
+            expected = ", ".join(name for name, role in known.items() if role == meant)
+            raise RefusedError(what, where=place, found=shown_value(spelling), expected=expected, hint=hint)
+    return kind
 
 
 # axolotl's datasets. Of preference pairs, the `type` names the columns of a row.
 
 _PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
 """axolotl's shapes of rows, the second word of a `type`, whose prompt has a column of its own."""
-_WHOLE = ("argilla", "argilla_chat")
+_PLAIN = ("", "default", "argilla", "argilla_chat")
 """Shapes whose answers are whole conversations, or whose columns are found by their names."""
 _FAMILIES = ("chatml", "llama3", "zephyr")
 """Templates that such a `type` writes out, whatever the tokenizer's own is."""
@@ -150,6 +160,7 @@ _PAIR_COLUMNS: Mapping[str, str] = {
     **{"field_prompt": "prompt", "field_system": "system", "field_messages": "messages"},
     **{"field_chosen": "chosen", "field_rejected": "rejected"},
 }
+_DECIDES = "the rows' columns decide how"
 
 
 def _axolotl_datasets(key: str, result: Conversion) -> list[Entry]:
@@ -165,13 +176,13 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
     entry: Entry = {"path": item.pop("path")}
     kind = item.pop("type", None)
     columns: dict[str, str] = {}
+    if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
+        item |= kind
     if is_pairs(result.job):
-        if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
-            item |= kind
-        else:
+        entry["type"] = "preference"
+        if not isinstance(kind, dict):
             columns = _shape(str(kind or ""), where, result)
         _kind_of_messages(item, f"{result.name}: {where}")
-        entry["type"] = "preference"
         return _finished(entry, item, where, result, columns=columns, known=_PAIR_COLUMNS)
     if is_off(kind):
         raise RefusedError(
@@ -182,7 +193,6 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
             hint="if the rows are texts, give the dataset its type; else name the files that the tokens came from",
         )
     if isinstance(kind, dict):
-        item |= kind
         entry["type"] = "alpaca"
         result.change(f"{where}.type", TEMPLATED)
     else:
@@ -202,35 +212,33 @@ def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
     family, _, shape = kind.partition(".")
     if family in _FAMILIES:
         result.change(f"{where}.type", f"rows are put into the tokenizer's own chat template, not {family}")
-    elif family != "chat_template" or shape not in ("", "default", *_PROMPTS, *_WHOLE):
-        result.leave_out(f"{where}.type", kind, "read as preference pairs", change="the rows' columns decide how")
-    prompt = _PROMPTS.get(shape)
-    return {} if prompt in (None, "prompt") else {"prompt": str(prompt)}
+    elif family != "chat_template" or shape not in (*_PLAIN, *_PROMPTS):
+        result.leave_out(f"{where}.type", kind, "read as preference pairs", change=_DECIDES)
+    return {"prompt": _PROMPTS[shape]} if shape in _PROMPTS else {}
 
 
 def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
     first = kind.partition(".")[0].partition(":")[0]
     known = DATASET_TYPES.get(first)
-    if known == "alpaca" and kind not in _ALPACA_KINDS:
-        result.change(f"type: {kind}", _ALPACA)
-    if known is not None and (kind == first or kind == f"{first}.default" or known == "alpaca"):
-        return known
-    result.leave_out(f"{where}.type", kind, f"read as {known or 'auto'}", change="the rows' columns decide how")
+    if known == "alpaca" and kind not in ("alpaca", "alpaca.default", "alpaca:instruct"):  # this program's prompt
+        result.change(f"type: {kind}", "rows are put into the Alpaca prompt, not into axolotl's")
+    if known is None or not (kind in (first, f"{first}.default") or known == "alpaca"):
+        result.leave_out(f"{where}.type", kind, f"read as {known or 'auto'}", change=_DECIDES)
     return known or "auto"
 
 
 def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) -> None:
     """Rules for the trained parts of a chat, moved from `item` to `entry` as far as it can be said here."""
     roles = item.get("roles_to_train")
-    if isinstance(roles, list) and roles:
-        meant = [SHAREGPT_ROLES.get(str(role)) for role in roles]
-        if all(role in ("system", "user", "assistant", "tool") for role in meant):
-            del item["roles_to_train"]
-            if set(meant) != {"assistant"}:
-                entry["roles_to_train"] = list(dict.fromkeys(meant))
     if roles == []:
         reason, change = "only turns that say so are trained there", "the assistant's turns are trained"
         result.leave_out(f"{where}.roles_to_train", roles, reason, change=change)
+    elif isinstance(roles, list):
+        meant = [SHAREGPT_ROLES.get(str(role)) for role in roles]
+        if None not in meant:
+            del item["roles_to_train"]
+            if set(meant) != {"assistant"}:
+                entry["roles_to_train"] = list(dict.fromkeys(meant))
     ends, turns = item.get("train_on_eos", item.get("train_on_eot", "turn")), item.get("train_on_eot")
     if ends in ("turn", "last", "all", "none") and turns in (None, ends):
         item.pop("train_on_eos", None)
@@ -241,46 +249,17 @@ def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) ->
 
 def _kind_of_messages(item: Entry, where: str) -> str:
     """`chat` or `sharegpt`, by what axolotl says of a row's messages, which is taken out of `item`."""
-    given = item.pop("message_property_mappings", None)
+    given, roles = item.pop("message_property_mappings", None), item.pop("roles", None)
     mapping = given if isinstance(given, dict) else {}
-    role = mapping.get("role", item.get("message_field_role") or "role")
-    content = mapping.get("content", item.get("message_field_content") or "content")
-    kind = _message_type(role, content, where)
-    roles = item.pop("roles", None)
-    for meant, names in roles.items() if isinstance(roles, dict) else ():
-        for spelling in names if isinstance(names, list) else [names]:
-            _check_role(spelling, meant, kind, where)
+    role, content = (mapping.get(key, item.get(f"message_field_{key}") or key) for key in ("role", "content"))
+    named = [
+        (where, spelling, meant)
+        for meant, names in (roles.items() if isinstance(roles, dict) else ())
+        for spelling in (names if isinstance(names, list) else [names])
+    ]
     if others := {key: value for key, value in mapping.items() if key not in ("role", "content") and key != value}:
         item["message_property_mappings"] = others
-    return kind
-
-
-def _message_type(role: Any, content: Any, where: str) -> str:
-    """`chat` or `sharegpt`, by the keys of a message."""
-    if (role, content) == ("role", "content"):
-        return "chat"
-    if (role, content) == ("from", "value"):
-        return "sharegpt"
-    raise RefusedError(
-        "messages with such keys cannot be read",
-        where=where,
-        found=f"{role} and {content}",
-        expected="role and content, or from and value",
-        hint="rename the keys in the file of the rows",
-    )
-
-
-def _check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
-    """Refuse a role by a name that rows of this type do not have here."""
-    known: Mapping[str, str] = SHAREGPT_ROLES if kind == "sharegpt" else CHAT_ROLES
-    if known.get(str(spelling)) != meant:
-        raise RefusedError(
-            f"messages of the {meant} with such a role cannot be read",
-            where=where,
-            found=shown_value(spelling),
-            expected=", ".join(name for name, role in known.items() if role == meant),
-            hint="rename the roles in the file of the rows",
-        )
+    return _message_type(role, content, where, roles=named)
 
 
 # TRL's datasets.
@@ -291,11 +270,17 @@ def _trl_datasets(result: Conversion) -> list[Entry]:
     data, mixture = result.data, result.data.get("dataset_mixture")
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
-        beside = ("dataset_name", "dataset_config", "dataset_train_split")
-        for name in [name for name in data if name in beside]:
-            result.drop(name)
+        for name in data:
+            if name in ("dataset_name", "dataset_config", "dataset_train_split"):
+                result.drop(name)
         for where, item in _with_paths(mixture.get("datasets") or [], "dataset_mixture.datasets", result):
-            entries += _trl_entries(item, where, result)
+            entry = {key: item.pop(key) for key in ("path", "name", "split") if isinstance(item.get(key), str)}
+            columns = item.get("columns")
+            kind = _BY_COLUMNS.get(",".join(sorted(map(str, columns)))) if isinstance(columns, list) else None
+            if kind is not None:
+                del item["columns"]
+                entry["type"] = kind
+            entries += _finished(entry, item, where, result, columns={}, known={})
         for key, value in mixture.items():
             name = f"dataset_mixture.{key}"
             if key == "test_split_size" and not is_off(value):
@@ -309,26 +294,19 @@ def _trl_datasets(result: Conversion) -> list[Entry]:
     column = data.get("dataset_text_field")
     for entry in entries:
         if isinstance(column, str):
-            entry["type"] = "text"
-            if column != "text":
-                entry["columns"] = {"text": column}
+            entry |= {"type": "text"} if column == "text" else {"type": "text", "columns": {"text": column}}
         elif entry.get("type") not in ("text", "chat"):  # plain prompts are joined with their answers
             entry["as_chat"] = False
     return entries
 
 
+_BY_COLUMNS = {"messages": "chat", "completion,prompt": "prompt_completion", "text": "text"}
+"""Columns of a row of TRL's -> its type."""
+
+
 def _named(data: Mapping[str, Any], split: str) -> Entry:
     keys = {"path": "dataset_name", "name": "dataset_config", "split": split}
     return {ours: data[key] for ours, key in keys.items() if isinstance(data.get(key), str)}
-
-
-def _trl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]:
-    entry = {key: item.pop(key) for key in ("path", "name", "split") if isinstance(item.get(key), str)}
-    kinds = {("messages",): "chat", ("completion", "prompt"): "prompt_completion", ("text",): "text"}
-    columns = item.get("columns")
-    if isinstance(columns, list) and tuple(sorted(map(str, columns))) in kinds:
-        entry["type"] = kinds[tuple(sorted(map(str, item.pop("columns"))))]
-    return _finished(entry, item, where, result, columns={}, known={})
 
 
 def _trl_eval_datasets(result: Conversion) -> list[Entry]:
@@ -339,8 +317,7 @@ def _trl_eval_datasets(result: Conversion) -> list[Entry]:
         if "dataset_test_split" in data:
             result.drop("dataset_test_split")
         return []
-    entry = _named(data, "dataset_test_split")
-    entry.setdefault("split", "test")
+    entry = {"split": "test", **_named(data, "dataset_test_split")}
     return [entry if isinstance(data.get("dataset_text_field"), str) else {**entry, "as_chat": False}]
 
 
@@ -348,6 +325,7 @@ def _trl_eval_datasets(result: Conversion) -> list[Entry]:
 
 _TABLE = "dataset_info.json"
 _BESIDE = {"system": "system", "tools": "tools"}
+_PAIR = {"chosen": "chosen", "rejected": "rejected"}
 _COLUMNS: Mapping[str, Mapping[str, str]] = {
     "text": {"prompt": "text"},
     "alpaca": {
@@ -370,24 +348,45 @@ _TAGS = {
 }
 """LLaMA-Factory's own names, used where a dataset gives no `tags` at all."""
 _ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
+_ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+"""Places of a dataset that are not read."""
 _READ = (
-    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "formatting", "ranking"),
-    *("subset", "split", "folder", "num_samples", "columns", "tags"),
+    *("hf_hub_url", *_ELSEWHERE, "file_name", "formatting", "ranking", "subset", "split", "folder", "num_samples"),
+    *("columns", "tags"),
 )
 """Keys of a dataset in the table that this module reads."""
 
 
 def _factory_datasets(key: str, result: Conversion) -> list[Entry]:
-    data, name, job = result.data, result.name, result.job
+    data, job, base = result.data, result.job, result.data.get("dataset_dir") or "data"
     names = data.get(key) or []
     names = [str(part).strip() for part in (names if isinstance(names, list) else str(names).split(","))]
-    base = data.get("dataset_dir") or "data"
-    plain: Entry = {"type": "preference" if is_pairs(job) else "auto", "alpaca_join": "newline"}
-    if base == "ONLINE":
-        plain = plain if is_pairs(job) else {**plain, "type": "alpaca"}
-        plain = {"type": "text", "columns": {"text": "instruction"}} if job == "pretraining" else plain
-        return [_limited({"path": dataset, **plain}, {}, result) for dataset in names]
-    if isinstance(base, str) and base.startswith("REMOTE:"):
+    table = base if isinstance(base, dict) else None if base == "ONLINE" else _table(result.name, str(base))
+    folder = base if isinstance(base, str) else "data"
+    if table is None:  # LLaMA-Factory's own data sets lie so
+        is_online = base == "ONLINE"
+        paths = names if is_online else [f"{folder}/{dataset}.json" for dataset in names]
+        if paths and not is_online:
+            result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
+        plain = {"type": "alpaca" if is_online else "auto", "alpaca_join": "newline"}
+        if is_pairs(job):
+            plain["type"] = "preference"
+        elif job == "pretraining":
+            plain = {"type": "text", **({"columns": {"text": "instruction"}} if is_online else {})}
+        return [_limited({"path": path, **plain}, {}, result) for path in paths]
+    entries = []
+    for dataset in names:
+        if not isinstance(table.get(dataset), dict):
+            near, what = closest(dataset, list(table)), f"the dataset {dataset} is not in {_TABLE}"
+            where, found = f"{result.name}: {key}", ", ".join(list(table)[:8])
+            raise RefusedError(what, where=where, found=found, hint=f"did you mean {near}?" if near else None)
+        entries.append(_limited(_table_entry(dataset, table[dataset], folder, result), table[dataset], result))
+    return _with_weights(entries, data.get("interleave_probs")) if key == "dataset" else entries
+
+
+def _table(name: str, base: str) -> dict[str, Any] | None:
+    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none."""
+    if base.startswith("REMOTE:"):
         raise RefusedError(
             "the table of datasets lies on the hub and is not fetched",
             where=f"{name}: dataset_dir",
@@ -395,33 +394,8 @@ def _factory_datasets(key: str, result: Conversion) -> list[Entry]:
             expected=f"a folder with {_TABLE}",
             hint=f"download it with `hf download {base[7:]} --repo-type dataset` and name the folder",
         )
-    table = base if isinstance(base, dict) else _table(Path(name).parent, str(base))
-    folder = base if isinstance(base, str) else "data"
-    if table is None:
-        paths = [f"{folder}/{dataset}.json" for dataset in names]  # as LLaMA-Factory's own data sets lie
-        if paths:
-            result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
-        plain = {"type": "text"} if job == "pretraining" else plain
-        return [_limited({"path": path, **plain}, {}, result) for path in paths]
-    entries = []
-    for dataset in names:
-        if not isinstance(table.get(dataset), dict):
-            near = closest(dataset, list(table))
-            raise RefusedError(
-                f"the dataset {dataset} is not in {_TABLE}",
-                where=f"{name}: {key}",
-                found=", ".join(list(table)[:8]),
-                hint=f"did you mean {near}?" if near else None,
-            )
-        entry = _Dataset(dataset, table[dataset], result).entry(folder)
-        entries.append(_limited(entry, table[dataset], result))
-    return _with_weights(entries, data.get("interleave_probs")) if key == "dataset" else entries
-
-
-def _table(folder: Path, base: str) -> dict[str, Any] | None:
-    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none."""
     named_path(base)
-    for path in (folder / base / _TABLE, Path(base) / _TABLE):
+    for path in (Path(name).parent / base / _TABLE, Path(base) / _TABLE):
         try:
             if not path.is_file():
                 continue
@@ -432,12 +406,8 @@ def _table(folder: Path, base: str) -> dict[str, Any] | None:
                 raise ValueError("no JSON object")
             return table
         except (OSError, ValueError, RecursionError) as error:
-            raise RefusedError(
-                "the table of datasets cannot be read",
-                where=str(path),
-                found=str(error),
-                hint="python -m json.tool " + shlex.quote(str(path)),
-            ) from None
+            what, hint = "the table of datasets cannot be read", f"python -m json.tool {shlex.quote(str(path))}"
+            raise RefusedError(what, where=str(path), found=str(error), hint=hint) from None
     return None
 
 
@@ -453,9 +423,8 @@ def _limited(entry: Entry, known: Mapping[str, Any], result: Conversion) -> Entr
 
 def _with_weights(entries: list[Entry], given: Any) -> list[Entry]:
     """Shares of datasets that LLaMA-Factory interleaves."""
-    shares = given if isinstance(given, list) else str(given or "").split(",")
     try:
-        weights = [float(share) for share in shares]
+        weights = [float(share) for share in (given if isinstance(given, list) else str(given or "").split(","))]
     except ValueError:
         return entries
     if len(weights) != len(entries) or min(weights) <= 0:
@@ -463,103 +432,87 @@ def _with_weights(entries: list[Entry], given: Any) -> list[Entry]:
     return [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
 
 
-class _Dataset:
+def _table_entry(dataset: str, known: Mapping[str, Any], folder: str, result: Conversion) -> Entry:
     """One dataset of the table."""
-
-    def __init__(self, dataset: str, known: Mapping[str, Any], result: Conversion) -> None:
-        self._dataset, self._known, self._result, self._job = dataset, known, result, result.job
-        self._where = f"{result.name}: dataset {dataset}"
-        columns, tags = known.get("columns"), known.get("tags")
-        self._has_columns = isinstance(columns, dict)
-        given = columns if isinstance(columns, dict) else {}
-        self._columns = {key: column for key, column in given.items() if not is_off(column)}
-        self._tags: Mapping[str, Any] = tags if isinstance(tags, dict) else _TAGS
-
-    def entry(self, folder: str) -> Entry:
-        """Its entry in a recipe, which refuses what cannot be said there, or is not trained."""
-        self._refuse_other_rows()
-        path, kind = self._path(folder), self._kind()
-        entry: Entry = {"path": path, "type": "preference" if is_pairs(self._job) else kind}
-        if kind == "alpaca":
-            entry["alpaca_join"] = "newline"
-        for key, target, usual in (("subset", "name", None), ("split", "split", "train")):
-            if isinstance(self._known.get(key), str) and self._known[key] != usual:
-                entry[target] = self._known[key]
-        names = dict(_COLUMNS[kind])
-        if is_pairs(self._job):
-            names.pop("response", None)
-            names |= {"chosen": "chosen", "rejected": "rejected"}
-        given = {**_UNSAID.get(kind, {}), **self._columns}
-        columns = {ours: str(given[theirs]) for theirs, ours in names.items() if theirs in given}
-        for key in (key for key in given if key not in names):
-            where, why = f"{self._dataset}.columns.{key}", "rows of this type have no such column"
-            if self._job == "pretraining":
-                self._result.leave_out(where, given[key], why, change="it is not read")
-            else:  # LLaMA-Factory does not read it either
-                self._result.drop(where)
-        rest = {key: value for key, value in self._known.items() if key not in _READ}
-        (finished,) = _finished(entry, rest, self._dataset, self._result, columns=columns, known={})
-        return finished
-
-    def _refuse_other_rows(self) -> None:
-        media = next((key for key in ("images", "videos", "audios") if key in self._columns), None)
-        if media is not None:
-            raise self._refusal("this dataset has images, video or sound", f"columns.{media}", "rows of text")
-        pairs = [f"columns.{key}" for key in ("chosen", "rejected", "kto_tag") if key in self._columns]
-        signs = ["ranking", *pairs] if self._known.get("ranking") else pairs
-        if is_pairs(self._job):
-            if signs[:3] != ["ranking", "columns.chosen", "columns.rejected"]:
-                expected = "ranking: true, columns.chosen, columns.rejected"
-                raise self._refusal("this dataset has no pairs of answers", "ranking", expected)
-        elif signs:
-            what = "this dataset has preferences, which supervised fine-tuning does not train"
-            raise self._refusal(what, signs[0], "rows with one answer; `stage: dpo` trains pairs")
-
-    def _path(self, folder: str) -> str:
-        known = self._known
-        if known.get("hf_hub_url"):
-            if known.get("folder"):
-                raise self._refusal("a folder of a hub dataset cannot be named", "folder", "the whole dataset")
-            return str(known["hf_hub_url"])
-        for key in ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
-            if known.get(key):
-                raise self._refusal("this dataset cannot be fetched from there", key, "hf_hub_url or file_name")
-        if not isinstance(known.get("file_name"), str):
-            raise self._refusal("this dataset has no place", "file_name", "hf_hub_url or file_name")
-        return f"{folder}/{known['file_name']}"
-
-    def _kind(self) -> str:
-        """The rows' type; of pairs, that of their prompts."""
-        formatting = self._known.get("formatting") or "alpaca"
-        if formatting not in ("alpaca", "sharegpt", "openai"):
-            raise self._refusal("rows of this format cannot be read", "formatting", "alpaca, sharegpt or openai")
-        if self._job == "pretraining":
-            if formatting != "alpaca":
-                raise self._refusal("chats are no texts to pretrain on", "formatting", "alpaca, with columns.prompt")
-            return "text"
-        if formatting == "alpaca":
-            if is_pairs(self._job) or not self._has_columns:
-                return "alpaca"
-            if not {"prompt", "response"} <= self._columns.keys():
-                what = "the rows of this dataset have no prompt or no answer"
-                raise self._refusal(what, "columns", "prompt, response")
-            # LLaMA-Factory reads no column `input` where none is named
-            return "alpaca" if "query" in self._columns else "prompt_completion"
-        kind = _message_type(self._tags.get("role_tag"), self._tags.get("content_tag"), f"{self._where}: tags")
-        for tag, meant in _ROLES.items():
-            if not is_off(self._tags.get(tag)):
-                _check_role(self._tags[tag], meant, kind, f"{self._where}: tags.{tag}")
-        if self._tags is not _TAGS and self._tags.get("function_tag") not in (None, "", "function_call"):
-            self._result.leave_out(
-                f"{self._dataset}.tags.function_tag",
-                self._tags["function_tag"],
-                "calls are read in turns of function_call; rows with this role are refused when they are read",
-            )
-        return kind
-
-    def _refusal(self, what: str, key: str, expected: str) -> RefusedError:
-        value: Any = self._known
+    where, job, has_pairs = f"{result.name}: dataset {dataset}", result.job, is_pairs(result.job)
+    given = known.get("columns")
+    columns = {key: column for key, column in given.items() if not is_off(column)} if isinstance(given, dict) else None
+    for what, key, expected in _faults(known, columns, result):
+        value: Any = known
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         found, hint = f"{key}: {shown_value(value)}", f"change its entry in {_TABLE}, or leave it out of `dataset`"
-        return RefusedError(what, where=self._where, found=found, expected=expected, hint=hint)
+        raise RefusedError(what, where=where, found=found, expected=expected, hint=hint)
+    if job == "pretraining":
+        kind = "text"
+    elif (known.get("formatting") or "alpaca") != "alpaca":
+        kind = _kind_of_tags(dataset, known.get("tags"), where, result)
+    else:  # LLaMA-Factory reads no column `input` where none is named
+        kind = "alpaca" if has_pairs or columns is None or "query" in columns else "prompt_completion"
+    entry: Entry = {"path": str(known.get("hf_hub_url") or f"{folder}/{known['file_name']}")}
+    entry["type"] = "preference" if has_pairs else kind
+    if kind == "alpaca":
+        entry["alpaca_join"] = "newline"
+    for key, target, usual in (("subset", "name", None), ("split", "split", "train")):
+        if isinstance(known.get(key), str) and known[key] != usual:
+            entry[target] = known[key]
+    names = dict(_COLUMNS[kind])
+    if has_pairs:
+        names.pop("response", None)
+        names |= _PAIR
+    said = {**_UNSAID.get(kind, {}), **(columns or {})}
+    for key in (key for key in said if key not in names):
+        where, why = f"{dataset}.columns.{key}", "rows of this type have no such column"
+        if job == "pretraining":
+            result.leave_out(where, said[key], why, change="it is not read")
+        else:  # LLaMA-Factory does not read it either
+            result.drop(where)
+    rest = {key: value for key, value in known.items() if key not in _READ}
+    ours = {names[key]: str(column) for key, column in said.items() if key in names}
+    (finished,) = _finished(entry, rest, dataset, result, columns=ours, known={})
+    return finished
+
+
+def _faults(
+    known: Mapping[str, Any], columns: Mapping[str, Any] | None, result: Conversion
+) -> Iterator[tuple[str, str, str]]:
+    """(what, key, what is expected) of all for which a dataset of the table is not trained, or cannot be read here."""
+    is_pretraining, has_pairs, named = result.job == "pretraining", is_pairs(result.job), columns or {}
+    formatting = known.get("formatting") or "alpaca"
+    for media in [key for key in ("images", "videos", "audios") if key in named]:
+        yield "this dataset has images, video or sound", f"columns.{media}", "rows of text"
+    signs = [f"columns.{key}" for key in ("chosen", "rejected", "kto_tag") if key in named]
+    signs = ["ranking", *signs] if known.get("ranking") else signs
+    if has_pairs and signs[:3] != ["ranking", "columns.chosen", "columns.rejected"]:
+        expected = "ranking: true, columns.chosen, columns.rejected"
+        yield "this dataset has no pairs of answers", "ranking", expected
+    if signs and not has_pairs:
+        what = "this dataset has preferences, which supervised fine-tuning does not train"
+        yield what, signs[0], "rows with one answer; `stage: dpo` trains pairs"
+    places = "hf_hub_url or file_name"
+    if known.get("hf_hub_url"):
+        if known.get("folder"):
+            yield "a folder of a hub dataset cannot be named", "folder", "the whole dataset"
+    elif elsewhere := [key for key in _ELSEWHERE if known.get(key)]:
+        yield "this dataset cannot be fetched from there", elsewhere[0], places
+    elif not isinstance(known.get("file_name"), str):
+        yield "this dataset has no place", "file_name", places
+    if formatting not in ("alpaca", "sharegpt", "openai"):
+        yield "rows of this format cannot be read", "formatting", "alpaca, sharegpt or openai"
+    if formatting != "alpaca":
+        if is_pretraining:
+            yield "chats are no texts to pretrain on", "formatting", "alpaca, with columns.prompt"
+    elif columns is not None and not (has_pairs or is_pretraining or {"prompt", "response"} <= columns.keys()):
+        yield "the rows of this dataset have no prompt or no answer", "columns", "prompt, response"
+
+
+def _kind_of_tags(dataset: str, given: Any, where: str, result: Conversion) -> str:
+    """`chat` or `sharegpt`, by LLaMA-Factory's `tags`."""
+    tags: Mapping[str, Any] = given if isinstance(given, dict) else _TAGS
+    place = f"{where}: tags"
+    roles = [(f"{place}.{tag}", tags[tag], meant) for tag, meant in _ROLES.items() if not is_off(tags.get(tag))]
+    kind = _message_type(tags.get("role_tag"), tags.get("content_tag"), place, roles=roles)
+    if tags is not _TAGS and tags.get("function_tag") not in (None, "", "function_call"):
+        reason = "calls are read in turns of function_call; rows with this role are refused when they are read"
+        result.leave_out(f"{dataset}.tags.function_tag", tags["function_tag"], reason)
+    return kind
