@@ -45,6 +45,7 @@ TRACKERS = "report_to names trackers (tensorboard, wandb, mlflow, trackio), whic
 _WRITTEN = "`roundpipe generate` writes answers, and has such settings; while training, eval_samples writes some"
 _EVALUATED = "an evaluation is the loss of all its rows, at eval_steps and at the end"
 _SAVED = "checkpoints are whole and resume exactly: save_steps, save_total_limit"
+_FLOAT16 = "dtype: float16 scales the loss by itself; masters and gradients are float32"
 _OF_ANOTHER = "it belongs to a method that is not offered"
 
 _IDLE: Mapping[str, str] = {
@@ -55,35 +56,17 @@ _IDLE: Mapping[str, str] = {
         use_cpu overlap_param_gather overlap_grad_reduce use_distributed_optimizer use_hyper_parallel
         hyper_parallel_args world_size accelerator_config parallelism_config ddp master_addr master_port device
         resources_per_worker use_mca capabilities env_capabilities deepcompile moe_token_dispatcher_type ray_* fsdp_*
-        ddp_* expert_parallel_* zero_optimization zero_* stage3_* offload_param offload_optimizer offload_param_*
-        offload_optimizer_* overlap_comm contiguous_gradients reduce_bucket_size reduce_scatter allgather_*
-        sub_group_size communication_data_type prescale_gradients gradient_predivide_factor sparse_gradients
-        distributed_type num_processes num_machines machine_rank main_process_ip main_process_port rdzv_backend
-        same_network deepspeed_config megatron_lm_config compute_environment tpu_* mpirun_config enable_cpu_affinity
-        gpu_ids tp_size tp_degree pp_degree nproc_per_node custom_sharded_layers memory_efficient_fsdp_wrap
-        parallel_method tensor_parallel_dim tensor_parallel_plan data_parallel_* n_gpu n_gpus num_gpus accelerator
-        strategy num_nodes split_batches dispatch_batches even_batches device_map_planner_kwargs sharding_strategy
-        auto_wrap_policy mp_parameters reshard_after_forward state_dict_type state_dict_config sync_module_states
-        use_orig_params forward_prefetch backward_prefetch limit_all_gathers cpu_ram_efficient_loading
-        transformer_cls_names_to_wrap transformer_moe_cls_names min_num_params ignored_modules find_unused_parameters
-        static_graph bucket_cap_mb gradient_as_bucket_view broadcast_buffers comm_* cp_comm_strategy
-        param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance buffer_count
-        buffer_dtype round_robin_gradients use_all_reduce_for_fetch_params use_node_local_storage module_granularity_*
-        contiguous_grad_buffer contiguous_memory_optimization load_from_fp32_weights leaf_module super_offload zenflow
-        pipeline_stage pipeline_read pipeline_write backend timeout init_method legacy_* ds_* main_training_function
-        disable_allgather sync_each_batch non_blocking use_seedable_sampler elastic_checkpoint custom_prepare_*""",
+        ddp_* expert_parallel_* zero_optimization zero_* stage3_* num_machines compute_environment num_gpus strategy""",
     _ATTENTION: """
         flash_attention sdp_attention xformers_attention attn_implementation flash_attn flex_attention
         flex_attn_compile_kwargs eager_attention sage_attention gemma4_hybrid_attn_impl large_head_attention
-        sdpa_varlen flash_* scaling_softmax_* attention_backend use_flash_attention use_flash_attention_2
-        use_flash_attn""",
+        sdpa_varlen flash_* scaling_softmax_*""",
     _KERNELS: """
         fused_attn_kernel scattermoe use_v1_kernels use_kernels bias_activation_fusion apply_rope_fusion
         moe_grouped_gemm enable_liger_kernel use_liger_kernel cut_cross_entropy chunked_cross_entropy
         chunked_cross_entropy_num_chunks use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels
         dsv4_fp4_grouped_mode experts_implementation use_unsloth lora_mlp_kernel lora_qkv_kernel lora_o_kernel
-        lora_embedding_kernel liger_* torch_compile* kt_* compile dynamo_* use_regional_compilation
-        unsloth_force_compile liger_kernel_config""",
+        lora_embedding_kernel liger_* torch_compile* kt_* liger_kernel_config""",
     _MEMORY: """
         layer_offloading offload_folder ple_cpu_offload experimental_skip_move_to_device lora_on_cpu use_unsloth_gc
         gradient_checkpointing_kwargs selective_checkpointing disable_gradient_checkpointing use_reentrant_gc
@@ -91,52 +74,43 @@ _IDLE: Mapping[str, str] = {
         gradient_checkpointing use_bnb_nested_quant double_quantization nvfp4_merge_aware quantize_moe_experts
         quantization_device_map bnb_config_kwargs quantization qlora_sharded_model_loading embeddings_skip_upcast
         gc_collect_steps tiled_mlp* bnb_4bit_* fp8_* activation_checkpointing* activation_offloading*
-        training.gradient_checkpointing training.load_in_4bit use_gradient_checkpointing
-        enable_activation_checkpointing enable_activation_offloading ac_mode ac_option partition_activations
-        cpu_checkpointing cpu_offload cpu_offload_* offload_embedding offload_layers unsloth_tiled_mlp optimizer_in_bwd
-        optimizer_cpu_offload low_cpu_ram llm_int8_* bnb_8bit_* pin_memory recompute_activations recompute_method
-        recompute_num_layers""",
+        training.gradient_checkpointing training.load_in_4bit cpu_offload_*""",
     _ROWS: """
         dataset_prepared_path dataset_processes dataset_num_proc preprocessing_num_workers overwrite_cache
-        dataset_keep_in_memory preprocessing_batch_size data_shared_file_system streaming dataset_streaming buffer_size
-        tokenized_path streaming_multipack_buffer_size preprocess_shards remove_unused_columns pad_to_sequence_len
-        pad_to_multiple_of padding_free eval_sample_packing eval_packing batch_flattening multipack_real_batches
-        shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset is_preprocess preprocess_iterable
-        pretrain_multipack_buffer_size num_dataset_shards_to_save push_dataset_to_hub total_supervised_tokens
-        total_num_tokens label_names length_column_name pad_token data.format_type dataloader_* sample_packing_*
-        num_workers prefetch_factor collate_fn group_by_modality_length""",
+        dataset_keep_in_memory preprocessing_batch_size data_shared_file_system streaming dataset_streaming
+        buffer_size tokenized_path streaming_multipack_buffer_size preprocess_shards remove_unused_columns
+        pad_to_sequence_len pad_to_multiple_of padding_free eval_sample_packing eval_packing batch_flattening
+        multipack_real_batches shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset is_preprocess
+        preprocess_iterable pretrain_multipack_buffer_size num_dataset_shards_to_save push_dataset_to_hub
+        total_supervised_tokens total_num_tokens label_names length_column_name pad_token data.format_type
+        dataloader_* sample_packing_*""",
     _MODEL: """
         model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_qwen_derived_model strict
         is_falcon_derived_model use_fast_tokenizer tokenizer_use_fast llama4_linearized_experts use_adapter
         lora_task_type type_of_model cls_model_config infer_dtype use_cache use_kv_cache init_special_tokens
         mean_resizing_embeddings fp32_norm_classes ignore_bias_buffers torchdistx_path tokenizer_save_jinja_files
-        axolotl_config_path tokenizer checkpointer task_type peft_type peft_version inference_mode auto_mapping
-        base_model_name_or_path fix_tokenizer use_exact_model_name tokenizer_name tokenizer_revision config_name
-        tokenizer_name_or_path model_class cache_dir fast_init""",
+        axolotl_config_path tokenizer task_type peft_type peft_version inference_mode auto_mapping
+        base_model_name_or_path cache_dir""",
     _TOLD: """
         disable_tqdm plot_loss include_tokens_per_second include_num_input_tokens_seen include_tkps print_param_status
         include_effective_tokens_per_second skip_memory_metrics enable_torch_profiler debug run_name project
-        trl_version profiler_* profile_* log_* logging_* steps_per_print wall_clock_breakdown memory_breakdown
-        dump_state profiler disable_log_stats metric_logger profile verbose""",
+        trl_version profiler_* profile_* log_* logging_*""",
     TRACKERS: """
         wandb_* swanlab_* mlflow_* comet_* otel_* trackio_* hf_mlflow_* use_wandb* use_swanlab* use_mlflow* use_comet*
-        use_otel* use_trackio* gradio_* hatchery_* logging.wandb_project logging.wandb_token logging.tensorboard_dir""",
+        use_otel* use_trackio* gradio_* logging.wandb_project logging.wandb_token logging.tensorboard_dir""",
     "the hub's settings are hub_model_id and revision; secrets belong into `hf auth login` or HF_TOKEN": """
         hf_use_auth_token hf_hub_token ms_hub_token om_hub_token hub_* logging.hf_token token""",
     _WRITTEN: """
         temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens
-        infer_backend generation_* generate_samples* lm_eval_* vllm_* sglang_* export_* fast_inference
-        gpu_memory_utilization float8_kv_cache max_generated_tokens unsloth_vllm_standby""",
+        infer_backend generation_* generate_samples* lm_eval_* vllm_* sglang_* export_*""",
     _EVALUATED: """
         eval_batch_size per_device_eval_batch_size eval_on_start do_causal_lm_eval eval_causal_lm_metrics
         eval_table_size bf16_full_eval fp16_full_eval include_for_metrics batch_eval_metrics prediction_loss_only
         eval_do_concat_batches eval_use_gather_object eval_accumulation_steps eval_on_each_dataset eval_num_beams
-        do_eval do_bench_eval bench_dataset bench_split compute_accuracy greater_is_better num_generation_samples
-        include_inputs_for_metrics sortish_sampler""",
+        do_eval do_bench_eval bench_dataset bench_split compute_accuracy greater_is_better num_generation_samples""",
     _SAVED: """
         overwrite_output_dir ignore_data_skip enable_jit_checkpoint dynamic_checkpoint create_new_adapter merge_method
-        restore_callback_states_from_checkpoint peft_autocast_adapter_dtype save_* checkpoint_dir checkpoint_files
-        adapter_checkpoint recipe_checkpoint save_adapter_weights_only logging_dir resume_download""",
+        restore_callback_states_from_checkpoint peft_autocast_adapter_dtype save_*""",
     _OF_ANOTHER: """
         stage do_train optim_target_modules pissa_iter pissa_convert asft_alpha eaft_alpha eaft_k media_dir
         peft_ensure_weight_tying peft_layers_pattern freeze_trainable_layers freeze_trainable_modules module_dropout
@@ -144,11 +118,6 @@ _IDLE: Mapping[str, str] = {
         jagged_restart_anneal* layers_pattern megatron_config megatron_core loftq_config eva_config corda_config
         lora_ga_config arrow_config runtime_config ensure_weight_tying qalora_group_size""",
     "float32 products are exact here; for speed use dtype: bfloat16": "tf32",
-    "dtype: float16 scales the loss by itself; masters and gradients are float32": """
-        loss_scale loss_scale_* initial_scale_power hysteresis min_loss_scale consecutive_hysteresis init_scale
-        growth_factor backoff_factor growth_interval grad_accum_dtype param_dtype reduce_dtype downcast_bf16
-        torch_autocast auto_cast check_overflow float32_mixed_precision keep_in_fp32_modules
-        fp16_master_weights_and_grads bf16_master_weights_and_grads mixed_precision_policy""",
 }
 """How another tool gets onto its devices, what its kernels and loaders are, and settings of what others have left out
 already -> keys."""
@@ -407,15 +376,20 @@ _TOPICS: Mapping[str, str] = {
     UNPAIRED: "kto bco undesirable",
     f"not offered: {DISTILLATION}": "teacher distill distillation gkd kd",
     f"not offered: {CLASSIFIER}": "classes classifier classification num_classes problem regression label2id id2label",
-    _DEVICES: r"fsdp\d? deepspeed zero\d? ddp nccl megatron mesh shards? sharded parallel parallelism tpu cuda gpus?",
+    _DEVICES: r"""
+        fsdp\d? deepspeed zero\d? ddp nccl megatron mesh shards? sharded parallel parallelism tpu cuda gpus? machines?
+        processes nodes? rank rdzv nccl nproc tp pp dp bucket buckets buffers? gathers? scatter allgather comm overlap
+        affinity stage3 contiguous gradients sharding wrap accelerator distributed broadcast persistence
+        state dict process sync graph reshard legacy ds""",
+    _FLOAT16: "scale hysteresis backoff growth autocast dtype fp16 bf16 fp32 downcast overflow",
     TRACKERS: "wandb swanlab mlflow comet neptune clearml trackio tensorboard aim dvclive codecarbon",
     _ATTENTION: "attn attention sdpa xformers flash",
     _KERNELS: "compile inductor dynamo liger fused kernels? triton unsloth fullgraph",
     "write load_in_4bit, load_in_8bit or load_in_fp8: true; other packed forms are not read or trained": (
         "quant quantization quantize quantized gptq awq bnb hqq eetq aqlm nf4 int8 int4 4bit 8bit fp8 float8"
     ),
-    _MEMORY: "checkpointing offload offloading nvme recomputation hooks",
-    _ROWS: "dataloader loader prefetch workers? num_proc tokenization preprocessing collator padding pad",
+    _MEMORY: "checkpointing offload offloading nvme recomputation recompute hooks ac activations pin",
+    _ROWS: "dataloader loader prefetch workers? tokenization preprocessing collator collate sampler padding pad",
     "the tokenizer is the model's own; add_tokens adds words to it": "tokenizer tokens? vocab bos eos merges",
     "the chat template is the tokenizer's own; another one goes into chat_template": "template jinja prompts?",
     _WRITTEN: "generate generation sampling beams? temperature vllm sglang inference",
@@ -423,8 +397,10 @@ _TOPICS: Mapping[str, str] = {
     f"not offered; optim is {', '.join(OPTIMIZERS)}": """
         galore apollo badam lisa lomo adalomo lion sophia muon dion soap""",
     _MODEL: "config configuration architectures? arch hidden heads? layers? embed embedding num_heads intermediate",
-    _TOLD: "log logs logger logging profile profiler profiling trace tracing metrics? verbose debug",
-    "checkpoints and the result are written to output_dir: save_steps, save_total_limit": "save checkpoints? saving",
+    _TOLD: "log logs logger logging profile profiler profiling trace tracing metrics? verbose debug breakdown print",
+    "checkpoints and the result are written to output_dir: save_steps, save_total_limit": (
+        "save checkpoints? checkpointer saving resume"
+    ),
     "evaluation: val_set_size or eval_datasets, eval_steps, eval_samples": """
         eval evals? evaluation validation val bench""",
     "write a schedule by lr_scheduler_type and lr_scheduler_kwargs, with learning_rate and warmup_steps": (
