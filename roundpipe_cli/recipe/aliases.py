@@ -1,4 +1,4 @@
-"""Spellings of other trainers (Hugging Face Trainer, TRL, axolotl, LLaMA-Factory) for keys and values of a recipe.
+"""Spellings of other trainers (Hugging Face Trainer, TRL, axolotl, LLaMA-Factory) for keys of a recipe.
 
 Each is accepted with one line of notice. An alias beside the key it stands for is a mistake, never a silent choice.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
-from roundpipe_cli.recipe.foreign import OTHER_JOBS, answer_of
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES
+from roundpipe_cli.recipe.foreign import answer_of
+from roundpipe_cli.recipe.values import OTHER_JOBS
 
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
@@ -17,7 +18,7 @@ Writes = dict[str, Any]
 AliasConversion = Callable[[Any], Writes]
 """May raise ValueError with a sentence: this value has no counterpart here."""
 
-_NAMES = {
+NAMES = {
     "model": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path",
     "revision": "model_revision revision_of_model",
     "max_seq_length": "sequence_len cutoff_len max_length max_seq_len model_max_length block_size seq_length",
@@ -115,7 +116,7 @@ _RECOMPUTES: dict[Any, Writes] = {True: {"pipeline.recompute": "stage"}, False: 
 _QLORA: dict[Any, Writes] = {"qlora": {"method": "lora", "load_in_4bit": True}}
 
 ALIASES: dict[str, AliasConversion] = {
-    **{name: _renamed(target) for target, names in _NAMES.items() for name in names.split()},
+    **{name: _renamed(target) for target, names in NAMES.items() for name in names.split()},
     "bf16": _precision("bfloat16"),
     "fp16": _precision("float16"),
     "adapter": _one_of({**_FULL_OR_LORA, **_QLORA, None: {"method": "full"}}),
@@ -152,54 +153,6 @@ REMOVED: dict[str, str] = {
 """Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
 began with one of them off may be resumed."""
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-
-VALUE_ALIASES: dict[str, dict[Any, Any]] = {
-    "dtype": {**_DTYPES, **{f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}},
-    "method": {"full_finetune": "full", "sft": "full"},
-    "optim": {other: name for name, kind in OPTIMIZERS.items() for other in kind.other_names},
-    "lr_scheduler_type": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
-    "lora.init": {True: "default"},
-    "report_to": {"none": [], None: [], **{name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")}},
-    "max_steps": {-1: None},
-    "resume_from_checkpoint": {True: "auto", False: None},
-    "datasets[].type": {
-        "chat_template": "chat",
-        "conversational": "chat",
-        "completion": "text",
-        "prompt-completion": "prompt_completion",
-        "instruction": "alpaca",
-    },
-    "lora.target_modules": {"all": "all-linear"},
-    "max_grad_norm": {None: 0.0},
-}
-"""Recipe key -> other spellings of its values."""
-
-
-_OTHER_WORDS = {
-    "objective": "grpo kto ppo rl stage",
-    "optim": "muon adamw_torch_4bit",
-    "report_to": "swanlab",
-    "kernels": "use_liger_kernel liger",
-    "max_seq_length": "context window context_length",
-    "method": "qlora",
-    "add_tokens": "tokens added_tokens new_special_tokens add_new_tokens trainable_token_indices",
-    "load_in_4bit": "qlora nf4 bnb",
-    "dtype": "bf16 fp16 precision",
-    "pipeline.recompute": "gradient_checkpointing activation_checkpointing",
-}
-"""Recipe key -> words that people look for, beside keys of other trainers."""
-
-
-def spellings() -> dict[str, list[str]]:
-    """Recipe key -> the words of other trainers that mean it: keys, and values of keys."""
-    found: dict[str, list[str]] = {target: names.split() for target, names in _NAMES.items()}
-    for key, names in VALUE_ALIASES.items():
-        found[key] = [*found.get(key, ()), *(name for name in names if isinstance(name, str))]
-    for key, words in _OTHER_WORDS.items():
-        found[key] = [*found.get(key, ()), *words.split()]
-    return found
-
 
 def is_off(value: Any) -> bool:
     """Whether a line asks for nothing."""
@@ -230,13 +183,3 @@ def refusal_of(key: str, value: Any) -> AliasConversion | None:
 
 def _refused(advice: str, *, is_off_now: bool) -> AliasConversion:
     return (lambda value: {}) if is_off_now else _one_of({}, advice)
-
-
-def value_alias(key: str, value: Any) -> tuple[bool, Any]:
-    """(whether `value` is another spelling, the value to use) for a recipe key with dots."""
-    for spelling, meant in VALUE_ALIASES.get(key, {}).items():
-        if type(spelling) is type(value) and spelling == value:
-            return True, meant
-    if key == "num_train_epochs" and isinstance(value, float) and value == value // 1 and abs(value) < 2**31:
-        return True, int(value)
-    return False, value

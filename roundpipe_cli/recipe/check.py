@@ -21,9 +21,11 @@ from roundpipe_cli.choices import (
 )
 from roundpipe_cli.errors import Problem, one_edit_apart
 from roundpipe_cli.recipe.aliases import ALIASES
-from roundpipe_cli.recipe.foreign import answer_to, hint_for, hint_for_dataset
+from roundpipe_cli.recipe.foreign import hint_for
+from roundpipe_cli.recipe.foreign_rows import hint_for_dataset
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
+from roundpipe_cli.recipe.values import answer_to
 from roundpipe_cli.units import either
 
 MAX_SHOWN = 30

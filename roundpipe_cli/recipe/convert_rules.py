@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
-from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
+from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_tables import OTHER_TEMPLATES, TEMPLATE_FAMILIES, UNKNOWN, UNSLOTH_USUAL, Tool
 from roundpipe_cli.recipe.foreign import begins_idle, file_answer
@@ -19,6 +19,7 @@ from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import shown_value
+from roundpipe_cli.recipe.values import value_alias
 
 # Rules: from a line of a file to values of a recipe. First the few kinds that most of them are of.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS
 from roundpipe_cli.units import either
 
 AnswerKind = Literal["idle", "other", "advice", "job"]
@@ -202,7 +202,7 @@ PART, MULTIMODAL = "training of a part of the weights", "training on images, vid
 EVALUATION = "evaluation or prediction"
 NO_IMAGES = "images are not trained here; the text part of such models is, on rows of text"
 _NO_SECRETS = "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable"
-_NO_TRACKER = "not here: report_to takes tensorboard, wandb, mlflow and trackio; metrics.jsonl has every step"
+NO_TRACKER = "not here: report_to takes tensorboard, wandb, mlflow and trackio; metrics.jsonl has every step"
 _NOT_FINITE = "on_nonfinite says what a loss that is no number does"
 _BIASES = "biases stay frozen beside adapters; lora.modules_to_save trains whole modules"
 _ROWS_OF_STEP = "a step has micro_batch_size x gradient_accumulation_steps rows: write those"
@@ -212,7 +212,7 @@ REWARDED = "not here: it trains on rewards of answers that the model writes mean
 UNPAIRED = "not here, but in TRL: of such rows the wanted answers train with objective: sft, or pairs with dpo"
 _NO_OTHER_TERM = f"not offered: the losses of pairs are those of {either(PAIR_OBJECTIVES)}, as their papers have them"
 _REFERENCE = "the reference of objective dpo is the base model, or the adapter of lora.start_from as it is"
-_STARTS = "lora.init takes default and gaussian; starts that change the base weights are not offered"
+STARTS = "lora.init takes default and gaussian; starts that change the base weights are not offered"
 
 _ADVICE: Mapping[str, str] = {
     "not needed for the models that load here": "lora_fan_in_fan_out fan_in_fan_out",
@@ -255,7 +255,7 @@ _WRITE: Mapping[str, str] = {
     "write save_steps: epoch, or a fraction of all steps: save_steps: 0.1": "saves_per_epoch",
     "write save_steps: a number of steps, a fraction of all, or epoch": "save_strategy",
     "write eval_steps: a number of steps, a fraction of all, or epoch": "eval_strategy evaluation_strategy",
-    _NO_TRACKER: "use_swanlab swanlab_project use_comet comet_project_name",
+    NO_TRACKER: "use_swanlab swanlab_project use_comet comet_project_name",
     "write early_stopping_patience: evaluations without a lower loss": "early_stopping early_stopping_steps",
     "write report_to: [tensorboard] or [wandb]": "use_tensorboard use_wandb logger",
     _ROWS_OF_STEP: """
@@ -288,7 +288,7 @@ _WRITE: Mapping[str, str] = {
     "long pairs are cut by max_seq_length": """
         max_prompt_length max_target_length max_source_length max_completion_length""",
     _BIASES: "lora_bias bias",
-    _STARTS: "init_lora_weights pissa_init loftq_config",
+    STARTS: "init_lora_weights pissa_init loftq_config",
     "name the modules that are adapted: lora.target_modules, a regular expression too": """
         exclude_modules lora_attn_modules apply_lora_to_mlp apply_lora_to_output lora_mlp lora_attn""",
     "with `method: full`, name what stays as it is: frozen_parameters": """
@@ -451,55 +451,6 @@ def hint_for(key: str) -> str | None:
     return None
 
 
-TEMPLATED = "rows are put into the chat template where the tokenizer has one"
-DATASET_CHANGES: Mapping[str, str] = {
-    **dict.fromkeys(("shards", "shards_idx"), "all rows are trained, not a shard"),
-    "revision": "the dataset's newest revision is read",
-    "roles_to_train": "the assistant's turns are trained",
-    **dict.fromkeys(("train_on_eos", "train_on_eot"), "the end of each answer is trained"),
-    "drop_system_message": "system messages stay",
-    "field_system": "system prompts in a column are not used",
-    "system_prompt": "no system prompt is added",
-    **dict.fromkeys(("format", "no_input_format", "prompt_format", "chosen_format", "rejected_format"), TEMPLATED),
-    "message_field_training_detail": "answers are trained whole",
-    "split_thinking": "thoughts stay as the rows have them",
-    "data_dir": "the dataset's own folder is read",
-    "skip": "the first rows are trained too",
-    "fraction": "all rows are trained",
-}
-"""Setting of another tool's dataset -> what happens instead."""
-_BY_COLUMNS = "name the columns: columns: {prompt: question, completion: answer}"
-_DATASET_ADVICE: Mapping[str, str] = {
-    _BY_COLUMNS: """
-        field field_* message_field_* message_property_mappings text_column column_map prompt_column response_column
-        question answer input_column output_column conversation_column column prompt query response history messages
-        chosen rejected tags role_tag content_tag instruction input output text""",
-    "name each file: path: data/train.jsonl, or a glob": """
-        data_files file_name file files source hf_hub_url url script_url""",
-    "a part of the split: split: 'train[:1000]'": """
-        num_samples max_samples limit samples take train_on_split subset_size""",
-    "the file's name says what it is: .jsonl, .json, .csv, .tsv, .txt or .parquet": """
-        ds_type format file_type data_type""",
-    "type: chat, sharegpt, alpaca, prompt_completion, text or preference": """
-        formatting conversation ranking _component_""",
-    "the configuration of a hub data set is name": "subset config config_name data_config",
-    "weight: a share of the rows of an epoch, relative to the others' weights": """
-        probability ratio proportion mix_weight""",
-    "rows are read as they come, whatever their number": "streaming preprocess_shards num_proc",
-    "tokens are cached by themselves": "cache_dir keep_in_memory",
-    "the chat template is the tokenizer's: chat_template at the top of the recipe": "chat_template template",
-    "roles are those of the rows; roles_to_train says which are trained": "roles message_field_training",
-}
-
-
-def hint_for_dataset(key: str) -> str | None:
-    """The answer to a key of another trainer's data set."""
-    for text, names in _DATASET_ADVICE.items():
-        if any(re.fullmatch(name.replace("*", ".*"), key) for name in names.split()):
-            return text
-    return f"not offered: {DATASET_CHANGES[key]}" if key in DATASET_CHANGES else None
-
-
 @cache
 def _named(kind: AnswerKind) -> dict[str, Answer]:
     tables = {"idle": _IDLE, "other": _OTHER, "advice": _ADVICE, "job": _JOBS}
@@ -517,54 +468,3 @@ def _listed() -> dict[str, Answer]:
 def _by_beginning(kind: AnswerKind, key: str) -> Answer | None:
     table = _named(kind)
     return next((found for name, found in table.items() if name.endswith("*") and key.startswith(name[:-1])), None)
-
-
-# Values of keys that recipes have.
-
-_NO_4BIT_STATE = "not here; the nearest is adamw_8bit, whose state takes 2 bytes for each trained parameter"
-_FEWER_TRAINED = "write `method: full` and name what stays as it is: frozen_parameters"
-_NO_SUCH_ADAPTER = "not offered: adapters are LoRA's, with lora.use_dora, lora.use_rslora or lora.loraplus_lr_ratio"
-_NO_SUCH_LOSS = f"not offered: objective is {either(OBJECTIVES)}"
-_OTHER_TRACKERS = ("swanlab", "comet_ml", "comet", "clearml", "neptune", "dvclive", "all", "codecarbon", "flyte", "aim")
-OTHER_JOBS = {
-    **dict.fromkeys(("grpo", "gspo", "dapo", "ppo", "rloo", "online_dpo", "reinforce", "gdpo"), REWARDED),
-    **dict.fromkeys(("kto", "bco"), UNPAIRED),
-    **dict.fromkeys(("rm", "reward", "prm"), f"not offered: {REWARD}"),
-    **dict.fromkeys(("gkd", "kd", "distillation"), f"not offered: {DISTILLATION}"),
-    **dict.fromkeys(("hinge", "robust", "cpo", "nca", "sppo", "exo", "apo", "tdpo", "xpo"), _NO_SUCH_LOSS),
-}
-"""Objectives of other trainers -> the answer."""
-
-VALUE_ANSWERS: Mapping[str, Mapping[str, str]] = {
-    "method": {
-        "dora": "write `method: lora` and `lora: {use_dora: true}`",
-        "rslora": "write `method: lora` and `lora: {use_rslora: true}`",
-        "lora_plus": "write `method: lora` and `lora: {loraplus_lr_ratio: 16}`",
-        **dict.fromkeys(("freeze", "partial", "spectrum", "bitfit"), _FEWER_TRAINED),
-        **{name: f"write `objective: {name}`" for name in PAIR_OBJECTIVES},
-        **dict.fromkeys(("oft", "boft", "loha", "lokr", "ia3", "vera", "adalora", "prefix_tuning"), _NO_SUCH_ADAPTER),
-        **dict.fromkeys(("prompt_tuning", "p_tuning", "llama_adapter", "mora", "relora", "galore"), _NO_SUCH_ADAPTER),
-        **OTHER_JOBS,
-    },
-    "objective": {"pt": "write `objective: sft` and datasets of type text", **OTHER_JOBS},
-    "optim": {
-        "muon": "not here; the nearest is adamw_bf16, whose state takes 4 bytes for each trained parameter, as Muon's",
-        **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit", "ao_adamw_4bit"), _NO_4BIT_STATE),
-    },
-    "dtype": {
-        "auto": "write dtype: bfloat16, which `dtype: auto` is of most models",
-        **dict.fromkeys(("int8", "8bit"), "write load_in_8bit: true for frozen weights in 8 bit"),
-        **dict.fromkeys(("int4", "4bit", "nf4"), "write load_in_4bit: true for frozen weights in 4 bit"),
-        **dict.fromkeys(("fp8", "float8", "float8_e4m3fn"), "write load_in_fp8: true for frozen weights in FP8"),
-    },
-    "lora.init": {
-        **dict.fromkeys(("pissa", "olora", "loftq", "eva", "corda", "orthogonal", "lora_ga", "mica"), _STARTS),
-    },
-    "report_to": dict.fromkeys(_OTHER_TRACKERS, _NO_TRACKER),
-}
-"""Recipe key -> values of other trainers that have no counterpart, with the advice for each."""
-
-
-def answer_to(key: str, value: object) -> str | None:
-    """The advice for a value of another trainer that a recipe key does not take."""
-    return VALUE_ANSWERS.get(key, {}).get(value.lower()) if isinstance(value, str) else None

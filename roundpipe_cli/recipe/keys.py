@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from roundpipe_cli.recipe.aliases import spellings
+from roundpipe_cli.recipe.aliases import NAMES
 from roundpipe_cli.recipe.check import defaults_of, describe_type, hints_of, section_of
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
@@ -25,6 +25,7 @@ from roundpipe_cli.recipe.schema import (
     Recipe,
     with_lists,
 )
+from roundpipe_cli.recipe.values import VALUE_ALIASES
 
 DERIVED = {
     "output_dir": "outputs/<name of the recipe file>",
@@ -54,7 +55,7 @@ def recipe_keys() -> list[RecipeKey]:
 def find_keys(words: Sequence[str]) -> list[RecipeKey]:
     """The keys whose name has all of the words, then those that other trainers spell so; where no name has them, those
     whose meaning has them too."""
-    keys, others = recipe_keys(), spellings()
+    keys, others = recipe_keys(), _spellings()
     wanted = [word.lower() for word in words]
 
     def place(key: RecipeKey) -> int | None:
@@ -202,3 +203,28 @@ def _limited(hint: Any, constraints: Sequence[Any]) -> JsonSchema:
         elif isinstance(constraint, NotEmpty):
             limits |= {"pattern": r"\S"} if hint is str else {"minItems": 1}
     return limits
+
+
+_OTHER_WORDS = {
+    "objective": "grpo kto ppo rl stage",
+    "optim": "muon adamw_torch_4bit",
+    "report_to": "swanlab",
+    "kernels": "use_liger_kernel liger",
+    "max_seq_length": "context window context_length",
+    "method": "qlora",
+    "add_tokens": "tokens added_tokens new_special_tokens add_new_tokens trainable_token_indices",
+    "load_in_4bit": "qlora nf4 bnb",
+    "dtype": "bf16 fp16 precision",
+    "pipeline.recompute": "gradient_checkpointing activation_checkpointing",
+}
+"""Recipe key -> words that people look for, beside keys of other trainers."""
+
+
+def _spellings() -> dict[str, list[str]]:
+    """Recipe key -> the words of other trainers that mean it: keys, and values of keys."""
+    found: dict[str, list[str]] = {target: names.split() for target, names in NAMES.items()}
+    for key, names in VALUE_ALIASES.items():
+        found[key] = [*found.get(key, ()), *(name for name in names if isinstance(name, str))]
+    for key, words in _OTHER_WORDS.items():
+        found[key] = [*found.get(key, ()), *words.split()]
+    return found

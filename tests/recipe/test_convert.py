@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
+from roundpipe_cli.recipe.aliases import ALIASES, NAMES
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
 from roundpipe_cli.recipe.convert import convert_file
 from roundpipe_cli.recipe.convert_rules import RULES, Conversion
@@ -318,7 +318,7 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     for name in (*known_keys(Recipe), *ALIASES):
         answer = file_answer(name)
         assert answer is None or (answer.kind == "idle" and name in ALIASES), name
-    spellings = {alias: target for target, names in _NAMES.items() for alias in names.split() if target in SAMPLES}
+    spellings = {alias: target for target, names in NAMES.items() for alias in names.split() if target in SAMPLES}
     assert "lora_rank" in spellings
     for key, target in {**{key: key for key in SAMPLES}, **spellings}.items():
         if "." in key or key == "label_smoothing":
