@@ -20,7 +20,17 @@ from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, is_off
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
-from roundpipe_cli.recipe.convert_rules import BY_STEPS, Conversion, Job, PAIR_STAGE, has_reference, is_pairs, job_of, reads_loss_key, short
+from roundpipe_cli.recipe.convert_rules import (
+    BY_STEPS,
+    PAIR_STAGE,
+    Conversion,
+    Job,
+    has_reference,
+    is_pairs,
+    job_of,
+    reads_loss_key,
+    short,
+)
 from roundpipe_cli.recipe.convert_tables import (
     DEFAULTS,
     LOGGING_STEPS,

@@ -368,7 +368,7 @@ def _factory_datasets(key: str, result: Conversion) -> list[Entry]:
         paths = names if is_online else [f"{folder}/{dataset}.json" for dataset in names]
         if paths and not is_online:
             result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
-        plain = {"type": "alpaca" if is_online else "auto", "alpaca_join": "newline"}
+        plain: Entry = {"type": "alpaca" if is_online else "auto", "alpaca_join": "newline"}
         if is_pairs(job):
             plain["type"] = "preference"
         elif job == "pretraining":

@@ -132,7 +132,7 @@ def _settings_named(key: str) -> Mapping[str, str]:
 
 
 _REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
-_BETAS = _settings_named("beta")
+_BETAS: Mapping[str, str] = _settings_named("beta")
 _SILENT = """
     precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval
     generate_during_eval precompute_ref_batch_size max_prompt_len max_prompt_length max_completion_length
@@ -180,7 +180,8 @@ def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
         return {}
     if meant == "objective":
         return {"objective": job}
-    section = data.get("trl") if isinstance(data.get("trl"), dict) else {}
+    given = data.get("trl")
+    section = given if isinstance(given, dict) else {}
     if key == "trl":  # axolotl's, of whose keys jobs with pairs read `beta`
         others = [name for name, setting in section.items() if name != "beta" and not is_off(setting)]
         if others:
@@ -412,8 +413,15 @@ _NEAR_OPTIMIZERS: Mapping[str, Writes] = {
     "adamw_torch_npu_fused": Partly({"optim": "adamw"}, "AdamW of another device becomes torch's"),
 }
 """Other tools' optimizers that do the same with other code."""
-_INITS = {**dict.fromkeys((True, "default"), {"lora.init": "default"}), "gaussian": {"lora.init": "gaussian"}}
-_SAVES = {"steps": {}, "epoch": {"save_steps": "epoch"}, **dict.fromkeys(("no", False), {"save_steps": None})}
+_INITS: Mapping[Any, Writes] = {
+    **dict.fromkeys((True, "default"), {"lora.init": "default"}),
+    "gaussian": {"lora.init": "gaussian"},
+}
+_SAVES: Mapping[Any, Writes] = {
+    "steps": {},
+    "epoch": {"save_steps": "epoch"},
+    **dict.fromkeys(("no", False), {"save_steps": None}),
+}
 _NO_SUCH_SAVES = "checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"
 _NO_INIT = "starts that change the base weights are not offered", "the adapters start by lora.init in place of that"
 _THOUGHTS = "thoughts are as the chat template writes them"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
 from roundpipe_cli.recipe.foreign import DISTILLATION, NO_TRACKER, REWARD, REWARDED, STARTS, UNPAIRED
+from roundpipe_cli.units import either
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
