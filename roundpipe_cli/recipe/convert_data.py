@@ -317,7 +317,8 @@ def _trl_eval_datasets(result: Conversion) -> list[Entry]:
         if "dataset_test_split" in data:
             result.drop("dataset_test_split")
         return []
-    entry = {"split": "test", **_named(data, "dataset_test_split")}
+    entry = _named(data, "dataset_test_split")
+    entry.setdefault("split", "test")
     return [entry if isinstance(data.get("dataset_text_field"), str) else {**entry, "as_chat": False}]
 
 
