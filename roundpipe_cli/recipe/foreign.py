@@ -1,7 +1,7 @@
 """Keys of other trainers without a key here, each with its answer: for a recipe that has one, and for `convert`.
 
 The trainers: axolotl, LLaMA-Factory, TRL, Unsloth, torchtune, transformers' and PEFT's arguments, DeepSpeed, FSDP and
-accelerate. Spellings that a recipe takes are in `aliases.py`.
+accelerate. Spellings that a recipe takes are in `aliases.py`, values in `values.py`.
 """
 
 from __future__ import annotations
