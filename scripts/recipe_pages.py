@@ -148,6 +148,7 @@ KEPT_FOR: Mapping[str, str] = {
     "simulated so: 5.2 to 5.8 % faster": "pipeline.skip_last_projection",
     "simulated so: 0.9 to 1.8 % faster at most": "pipeline.keep_activations",
     "a cut by hand, to compare with the planner's": "pipeline.forward_stages pipeline.backward_stages",
+    "runs the schedules that papers compare with; `bench RECIPE --run` sets it": "pipeline.schedule",
     "one worker's share of a machine that others use too": "pipeline.threads_per_worker",
     "takes a decision of the planner back, to compare with it": "pipeline.weight_cache nodes.shard_optimizer",
 }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-from roundpipe_cli.choices import OPTIMIZERS
+from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
 from roundpipe_cli.units import either
 
 AnswerKind = Literal["idle", "other", "advice", "job"]
