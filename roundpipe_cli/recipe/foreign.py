@@ -326,6 +326,29 @@ _WRITE: Mapping[str, str] = {
     "write max_seq_length": "max_position_embeddings context_length",
     "write pipeline: {recompute: stage}": "recompute activation_recomputation use_gradient_checkpointing",
     "plugins of other programs are not run": "plugins",
+    "write pipeline: {recompute: stage} or layer; activations are kept where that is faster": """
+        checkpoint_activations activations_checkpoint_method activations_checkpoint_granularity
+        activations_checkpoint_num_layers""",
+    "kernels: auto has the loss in one kernel": "unsloth_cross_entropy_loss cut_cross_entropy fused_cross_entropy",
+    "not offered: an average of weights over steps": "ema_decay ema use_ema",
+    "not offered: one weight_decay for all steps": "weight_decay_incr_style start_weight_decay end_weight_decay",
+    "not offered: one learning_rate for all parameters, but lora: {loraplus_lr_ratio: 16}": """
+        layerwise_lr_decay layer_wise_lr_decay embedding_learning_rate embedding_lr""",
+    "not offered: dropout in the base model; lora: {dropout: 0.05} is that of adapters": """
+        attention_dropout hidden_dropout resid_dropout attn_pdrop""",
+    "answers alone are trained: train_on_inputs: false is the default": """
+        mask_prompt response_template instruction_template train_on_responses_only completion_only""",
+    "name the column beside its data set: datasets: [{path: ..., columns: {prompt: NAME}}]": """
+        prompt_column query_column response_column prompt_field completion_column""",
+    "not offered: other adapters than LoRA, such as prompt tuning": """
+        prompt_tuning_num_tokens num_virtual_tokens peft_type""",
+    "write lora: {target_modules: all-linear}": "lora_on_all_layers lora_all_layers",
+    "write micro_batch_size; one number for all GPUs": """
+        micro_batch_size_per_gpu per_gpu_train_batch_size train_micro_batch_size_per_gpu""",
+    "not offered: training on sound": "audio_column audio_dir",
+    "layers are streamed through the GPUs: nothing is sharded or wrapped": "auto_wrap_policy mixed_precision_policy",
+    "the head's sums are in float32 already": "cast_lm_head_to_fp32",
+    "batches are not split: micro_batch_size is that of a worker's work": "split_batches dispatch_batches",
     "the section is not one of recipes: write its keys at the top": "training train trainer training_args",
 }
 """The same for a recipe, of keys whose value decides what `convert` makes of them."""
@@ -371,8 +394,7 @@ MULTIMODAL_KEYS = (
 _TOPICS: Mapping[str, str] = {
     NO_IMAGES: "images? videos? vision visual audio speech pixels? multimodal mm mmproj",
     REWARDED: """
-        nemo iterations kl policy value rewards? ppo grpo rloo rollouts? completions? advantages? generations? vespo
-        sapo entropy judge""",
+        kl rewards? ppo grpo rloo rollouts? advantages? vespo sapo judge""",
     UNPAIRED: "kto bco undesirable",
     f"not offered: {DISTILLATION}": "teacher distill distillation gkd kd",
     f"not offered: {CLASSIFIER}": "classes classifier classification num_classes problem regression label2id id2label",
@@ -380,7 +402,7 @@ _TOPICS: Mapping[str, str] = {
         fsdp\d? deepspeed zero\d? ddp nccl megatron mesh shards? sharded parallel parallelism tpu cuda gpus? machines?
         processes nodes? rank rdzv nccl nproc tp pp dp bucket buckets buffers? gathers? scatter allgather comm overlap
         affinity stage3 contiguous gradients sharding wrap accelerator distributed broadcast persistence
-        state dict process sync graph reshard legacy ds""",
+        state_dict sync reshard ds""",
     _FLOAT16: "scale hysteresis backoff growth autocast dtype fp16 bf16 fp32 downcast overflow",
     TRACKERS: "wandb swanlab mlflow comet neptune clearml trackio tensorboard aim dvclive codecarbon",
     _ATTENTION: "attn attention sdpa xformers flash",
@@ -404,7 +426,7 @@ _TOPICS: Mapping[str, str] = {
     "evaluation: val_set_size or eval_datasets, eval_steps, eval_samples": """
         eval evals? evaluation validation val bench""",
     "write a schedule by lr_scheduler_type and lr_scheduler_kwargs, with learning_rate and warmup_steps": (
-        "scheduler lr warmup decay annealing cooldown"
+        "scheduler lr warmup annealing cooldown"
     ),
     "write optim, and what it takes: adam_beta1, adam_beta2, adam_epsilon, sgd_momentum": """
         optimizer optim adam momentum""",
@@ -445,10 +467,13 @@ def hint_for(key: str) -> str | None:
     if found := answer_of(key) or _by_beginning("job", key) or _by_beginning("idle", key):
         return found.hint
     words = set(re.split(r"[^a-z0-9]+", key.lower()))
-    for text, patterns in _TOPICS.items():
-        if any(re.fullmatch(pattern, word) for pattern in patterns.split() for word in words):
-            return text
-    return None
+    found_by_words = [
+        text
+        for text, patterns in _TOPICS.items()
+        if any(re.fullmatch(pattern, word) for pattern in patterns.split() for word in words)
+    ]
+    is_one = len(found_by_words) == 1 or NO_IMAGES in found_by_words  # of two others it may mean either, or neither
+    return found_by_words[0] if is_one else None
 
 
 @cache
