@@ -149,11 +149,11 @@ class DeviceLostError(ResourceError):
     workers: tuple[int, ...] = ()
     """Workers of the engine on which it showed."""
     is_hang = False
-    """They make no progress, so their threads may never return."""
+    """Whether the workers make no progress, so that their threads may never return."""
     rest: tuple[str, ...] = ()
     """Devices on which another run may go on."""
     at: str = ""
-    """Such as `step 5`, whose work it had; empty while the run may go on."""
+    """Work that the device had, such as `step 5`; empty while the run may go on."""
 
 
 class NodeLostError(RoundpipeError):

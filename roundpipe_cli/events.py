@@ -79,7 +79,7 @@ class Span:
     end_s: float
 
     def moved(self, seconds: float) -> Span:
-        """The same work, so much later."""
+        """The span, so much later."""
         return dataclasses.replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
 

@@ -37,7 +37,7 @@ SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def check_environment(recipe: Recipe) -> torchrun.Process:
-    """This process' place in the run, when all variables make sense.
+    """Place of this process in the run, when all variables make sense.
 
     Raises:
         RefusedError: one does not, or the recipe asks for what several processes cannot share.

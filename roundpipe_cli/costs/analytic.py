@@ -192,7 +192,7 @@ class AnalyticCosts:
     host_s_per_microbatch: float
     """Time of the Python interpreter to issue one microbatch's operators; it serves one worker at a time."""
     host_s_per_update: float
-    """The same for an update."""
+    """Time of the interpreter to issue the operators of one update."""
     trainable_params: int
 
     def host_s(self, num_microbatches: int) -> float:

@@ -165,7 +165,7 @@ class Product:
     flops: float
     """With what is wasted in tiles that are partly empty."""
     traffic_bytes: float
-    """Both factors and the result: what a narrow product waits for."""
+    """Bytes of both factors and the result: what a narrow product waits for."""
 
 
 @dataclass(slots=True)
@@ -189,7 +189,7 @@ class PassWork:
     library_bytes: float = 0.0
     """Moved by transformers' and PEFT's own operators beyond `traffic_bytes`, in place of the fused ones."""
     library_operators: int = 0
-    """The same, in operators."""
+    """Number of those operators."""
 
     def issued(self, *, fused: bool) -> int:
         """Operators that Python issues, with ours or with the libraries' own."""

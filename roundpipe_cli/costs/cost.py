@@ -18,7 +18,7 @@ ADDING_BYTES = 10
 """Traffic of host memory while one value of a 16-bit gradient is added to its sum: 2 read, 4 read and 4 written.
 Measured: 0.32 ns where AdamW's update, which moves 30, takes 0.97."""
 SQUARING_BYTES = 11
-"""The same while one value of a sum is squared for the norm: 0.37 ns measured."""
+"""Traffic while one value of a sum is squared for the norm: 0.37 ns measured."""
 StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 
@@ -140,14 +140,14 @@ class CostModel:
 
 
 def without_bytes(costs: CostModel) -> CostModel:
-    """The same model as the published accounting sees it: nothing is moved or updated."""
+    """The costs as the published accounting sees them: nothing is moved or updated."""
     none: dict[str, Any] = dict.fromkeys(("param_bytes", "boundary_bytes", "grad_bytes", "optimizer_s"), 0)
     layers = tuple(replace(layer, **none) for layer in costs.layers)
     return replace(costs, layers=layers)
 
 
 def skip_projections(costs: CostModel) -> CostModel:
-    """The same model where each recompute leaves out what backward never reads: a block's last projection.
+    """The costs where each recompute leaves out what backward never reads: a block's last projection.
 
     Exact: the product is only the block's output, which is not needed again.
     """
@@ -159,7 +159,7 @@ def skip_projections(costs: CostModel) -> CostModel:
 
 
 def keep_activations(costs: CostModel, kept: Collection[int]) -> CostModel:
-    """The same model where the layers in `kept` are not recomputed, as if their activations had been kept.
+    """The costs where the layers in `kept` are not recomputed, as if their activations had been kept.
 
     An upper bound of what keeping them can gain: where they are kept, and how they get there, costs nothing here.
     """
@@ -170,12 +170,12 @@ def keep_activations(costs: CostModel, kept: Collection[int]) -> CostModel:
 
 
 def without_unpacked(costs: CostModel) -> CostModel:
-    """The same model where no weights stay unpacked for a visit; times stay as they are."""
+    """The costs where no weights stay unpacked for a visit; times stay as they are."""
     return replace(costs, layers=tuple(replace(layer, whole_bytes=0) for layer in costs.layers))
 
 
 def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
-    """The same model where each microbatch bears its share of what a visit takes once.
+    """The costs where each microbatch bears its share of what a visit takes once.
 
     A visit begins with a forward, or with a recompute or backward, of which the backward bears it here.
 

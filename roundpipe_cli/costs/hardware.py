@@ -446,9 +446,9 @@ def _custom_figures(given: dict[str, Any], where: str) -> GpuFigures:
 PRODUCTS_SHARE = 0.84
 """Share of the data sheet's rate of products that add up in float16 (fitted)."""
 EXACT_PRODUCTS_SHARE = 0.94
-"""The same in float32, on cards that do this at half their rate, which is easy to keep fed (assumed)."""
+"""Share of the rate of products that add up in float32, on cards that do so at half their rate (assumed)."""
 FULL_RATE_SHARE = 0.70
-"""The same on cards that do it at their full rate: their power limit binds first (assumed)."""
+"""Share on cards that add up in float32 at their full rate: their power limit binds first (assumed)."""
 FLOAT32_SHARE = 0.85
 """Share of the data sheet's rate of float32 (assumed)."""
 ATTENTION_SHARE, FULL_RATE_ATTENTION_SHARE = 0.8, 0.5

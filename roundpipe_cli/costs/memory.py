@@ -176,7 +176,7 @@ def whole_cache_bytes(layers: Sequence[LayerCost]) -> int:
 
 
 def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) -> CostModel:
-    """The same model as the links see it after the first step: of layers in the weight cache, only what is trained is
+    """The costs as the links see them after the first step: of layers in the weight cache, only what is trained is
     uploaded (once a step in truth, here once a visit). The first layers that fit; all blocks are worth about the same.
 
     Args:
@@ -232,7 +232,7 @@ def beyond_margin(num_bytes: int, memory_bytes: int) -> int:
 
 
 def head_gradient_bytes(costs: CostModel, settings: TrainingSettings) -> int:
-    """The same of a recipe's microbatches, as `trained_head_bytes` counts it."""
+    """Bytes of the head's gradient for a recipe's microbatches, as `trained_head_bytes` counts them."""
     in_chunks = settings.tokens_per_microbatch > settings.head_chunk_tokens
     return trained_head_bytes(costs.layers[-1].grad_bytes // 4, settings.dtype_bytes, in_chunks=in_chunks)
 

@@ -255,7 +255,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
 
 
 def noting_all_experts(architecture: Architecture) -> Architecture:
-    """The same; with all experts computing every token, and a note, where it has experts and nothing says how many."""
+    """The architecture; with all experts computing every token, and a note, where nothing says how many do."""
     experts = max((block.num_experts for block in architecture.blocks), default=0)
     if not experts or architecture.num_experts_per_tok:
         return architecture

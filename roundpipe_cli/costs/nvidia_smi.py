@@ -177,7 +177,7 @@ def _profile_bytes(profile: str) -> int | None:
 
 
 def _seen(cards: Sequence[Listed], instances: dict[str, list[Listed]]) -> list[Listed]:
-    """Those that CUDA shows: the first instance alone where there is one, else the cards that are not cut."""
+    """Cards that CUDA shows: the first instance alone where there is one, else the cards that are not cut."""
     parts = [one for card in cards for one in instances.get(card.uuid, ())]
     return parts[:1] or [card for card in cards if card.profile or card.uuid not in instances]
 

@@ -30,7 +30,7 @@ class RunSummary:
     """The figures of one run; None: not known (yet)."""
 
     name: str
-    """Its folder, as it was found."""
+    """The run's folder, as it was found."""
     folder: Path
     state: str
     """`running`, `finished` or `stopped`, as far as this machine can tell."""

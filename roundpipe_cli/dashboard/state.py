@@ -154,7 +154,7 @@ class WorkerView:
 
     device: str
     spans: tuple[events.Span, ...] = ()
-    """Its latest work, on the run's clock; compute and links."""
+    """Latest work of the worker, on the run's clock; compute and links."""
     running: events.Span | None = None
     utilization: float | None = None
     """Share of the last step that it computed."""

@@ -87,7 +87,7 @@ def _filled(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 
 
 def _ranges(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """The same, each as full as it can be; all sequences of one are padded to its first."""
+    """Ranges of sequences, each as full as it can be; all sequences of one are padded to its first."""
     ranges, first = [], 0
     while first < len(lengths):
         last = min(len(lengths), first + max(1, max_tokens // lengths[first]))
@@ -97,7 +97,7 @@ def _ranges(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 
 
 def _halved(ranges: list[tuple[int, int]], lengths: Sequence[int], least: int) -> list[tuple[int, int]]:
-    """The same, the largest of them halved until there are `least`, or each has one sequence."""
+    """The ranges, the largest of them halved until there are `least`, or each has one sequence."""
     while len(ranges) < min(least, len(lengths)):
         sizes = [lengths[first] * (last - first) if last - first > 1 else 0 for first, last in ranges]
         index = sizes.index(max(sizes))

@@ -117,7 +117,7 @@ MAX_SNIFFED_BYTES = 1 << 20
 PARQUET_HEAD_S = 20.0
 """Processor time; tables of thousands of columns have large heads."""
 COUNT_HEAD_S = 5.0
-"""The same where only rows are counted."""
+"""Processor time for a head where only rows are counted."""
 MAX_COUNTED_BYTES = 256 * 1024**2
 MAX_PARSED_BYTES = 32 * 1024**2
 """Largest JSON list or quoted table that is counted: every byte has to be read."""

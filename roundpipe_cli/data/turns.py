@@ -43,7 +43,7 @@ class TurnEnds:
     end_of_turn: str | None
     """The first special token behind every turn of the assistant; None: none is."""
     end_run: re.Pattern[str] | None
-    """That token and those that follow it behind an answer, with the blanks between, any of them at least once."""
+    """Tokens that end a turn and those that follow behind an answer, with the blanks between, at least one of them."""
     end_of_question: str | None
     """The special token behind a turn of the user."""
     next_mark_ends: bool

@@ -60,7 +60,7 @@ class BoundaryStore:
         return found
 
     def take_if_there(self, key: BoundaryKey) -> Boundary | None:
-        """The same as `take`, or None if nothing was published."""
+        """The boundary as `take` gives it; None if nothing was published."""
         with self._progress.lock:
             stored = self._stored.get(key)
             if stored is None:

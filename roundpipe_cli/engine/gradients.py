@@ -176,7 +176,7 @@ class Leaving:
     flat: torch.Tensor
 
     def parts_in(self, host: torch.Tensor) -> GradientParts:
-        """The same gradients in `host`, a copy of `flat`."""
+        """The gradients as they lie in `host`, a copy of `flat`."""
         pieces = host.split([shape.numel() for _, shape in self.shapes])
         return [(index, piece.view(shape)) for (index, shape), piece in zip(self.shapes, pieces, strict=True)]
 

@@ -88,7 +88,7 @@ class StageSlots:
         self._starts: dict[int, int] = {}
         """Layers whose weights stay -> where in the arena."""
         self._filled: set[int] = set()
-        """Those of them whose frozen weights are there."""
+        """Layers whose frozen weights are in the arena already."""
         self._first_visits: dict[int, int] = {}
         """In the current step: layer -> the visit that uploads what the cache lacks."""
         self.slots: list[Slot] = []

@@ -65,7 +65,7 @@ class StepResult:
     rewards: tuple[Rewards, ...] = ()
     """Rewards of each microbatch of preference pairs."""
     fused_head: bool = True
-    """As of the schedule."""
+    """Whether the head was fused into the first backward stage, as the schedule says."""
     links: tuple[Interval, ...] = ()
     """The transfers in the order in which they arrived; none where workers read host memory in place. Each lasts from
     the issue of its first chunk until a lane's thread has seen that its last one is there: on a GPU up to a millisecond

@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def part(self) -> WorkerPart:
-        """Its part of the step that it has taken up."""
+        """The worker's part of the step that it has taken up."""
         assert self._part is not None
         return self._part
 

@@ -48,7 +48,7 @@ COLUMNS = 1 << 16
 CPU_ROWS = 4
 """Rows in a block of words on a processor: 1 MiB, which stays in its cache."""
 DEVICE_ROWS = 64
-"""The same elsewhere: 16 MiB, so that launches do not count."""
+"""Rows in a block elsewhere: 16 MiB, so that launches do not count."""
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shifts and factors of `mix`."""

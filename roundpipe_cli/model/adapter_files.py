@@ -76,7 +76,7 @@ OTHER_PROGRAMS_KEYS = ("merge_weights", "enable_lora", "lora_dtype", "lorap_lr_r
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` beside true and false that leave the base weights as they are."""
 BASE_STARTS = ("pissa", "olora")
-"""Those that take the adapter's first product out of the base weights; PEFT makes the same ones again when it loads."""
+"""Starts that take the adapter's first product out of the base weights; PEFT makes them again when it loads."""
 CONVERT_HINT = "where it was trained, convert it: save_pretrained(..., path_initial_model_for_weight_conversion=)"
 MERGE_HINT = "where it was trained, merge it with merge_and_unload() and take the result for a base"
 BY_PEFT_HINT = "`roundpipe generate` and PEFT use the adapter as it is"

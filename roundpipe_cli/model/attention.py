@@ -42,7 +42,7 @@ FLASH_CAPABILITY = (8, 0)
 MAX_FLASH_WIDTH = 256
 """The widest heads that it takes."""
 PACKED_FLASH_WIDTHS = 8
-"""That of rows of other lengths takes multiples of this alone; torch pads other heads for the usual one only."""
+"""Widths of heads are multiples of this for rows of other lengths; torch pads heads for the usual kernel only."""
 _least_capability: tuple[int, int] | None = None
 """Compute capability of the cards of this process's run; None: it runs on none."""
 
@@ -101,7 +101,7 @@ class PackedRows:
         return f"PackedRows(window={self.window})"  # equal for all blocks that compute the same
 
     def __getitem__(self, places: Any) -> PackedRows:
-        """The same, for slices of everything: gemma4 with shared keys cuts masks to the tokens that have logits."""
+        """The rows, for slices of everything: gemma4 with shared keys cuts masks to the tokens that have logits."""
         if all(one in (slice(None), slice(0, None)) for one in places):
             return self
         raise TypeError(f"a part of a mask of packed rows: {places}")
@@ -220,7 +220,7 @@ def _register() -> None:
 
 
 def _reading_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The same attention, as transformers calls it, which also takes `PackedRows` for a mask."""
+    """The attention as transformers calls it, which also takes `PackedRows` for a mask."""
 
     @functools.wraps(attend)
     def attend_or_read(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
@@ -241,7 +241,7 @@ def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kw
 
 
 def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs: Any) -> Any:
-    """The same for a model that asks for a causal mask and says nothing of rows: they are kept apart all the same."""
+    """The mask of a model that asks for a causal one and says nothing of rows: they are kept apart all the same."""
     rows = _rows_here(kwargs)
     if rows is None:
         return make_mask(**kwargs)

@@ -70,7 +70,7 @@ class BlockCall:
         return hidden if self.carry is None else self.carry.sample(hidden)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BlockCall:
-        """This call with `function` applied to every tensor among its arguments."""
+        """The call with `function` applied to every tensor among its arguments."""
         call = map_values(self, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
         if call.routed is None or call.routed.weights is None:
             return call
@@ -213,7 +213,7 @@ class CallRecorder:
 
 
 def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """The same tensor, or a view of all of it."""
+    """Whether two tensors are one, or one is a view of all of the other."""
     same = found.data_ptr() == expected.data_ptr() and found.dtype == expected.dtype
     return found is expected or (same and found.shape == expected.shape and found.stride() == expected.stride())
 

@@ -44,7 +44,7 @@ class ParameterPlace:
     element_offset: int = 0
     """Trainable parameters: first element in the layer's flat trainable tensor."""
     packed_as: PackedName | None = None
-    """It lies here packed (`model/stored/packed_weights.py`) and `dtype` is that in which it is used. None: whole."""
+    """Format in which the parameter is packed (`model/stored/packed_weights.py`); `dtype` is that of its use."""
 
     @property
     def num_elements(self) -> int:
@@ -55,7 +55,7 @@ class ParameterPlace:
         return packed_bytes(self.shape, self.packed_as) if self.packed_as else self.num_elements * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This parameter as a view of `buffer`, the layer's bytes as a uint8 tensor of shape [num_bytes].
+        """The parameter as a view of `buffer`, the layer's bytes as a uint8 tensor of shape [num_bytes].
 
         Packed: its bytes as they are.
         """
@@ -70,7 +70,7 @@ class ParameterPlace:
             view.copy_(values)
 
     def parameter(self, buffer: torch.Tensor) -> torch.nn.Parameter:
-        """This parameter as a `Parameter` on `buffer`'s bytes with a version counter of its own.
+        """The parameter as a `Parameter` on `buffer`'s bytes with a version counter of its own.
 
         An ordinary view shares its counter with all other views of the buffer, and PEFT's wrapper of fused experts
         writes to its parameter in place (the same bytes), which autograd would then take for a change of all of them.
@@ -83,7 +83,7 @@ class ParameterPlace:
         return torch.nn.Parameter(own, requires_grad=self.trainable)
 
     def trainable_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter as a view of a flat trainable tensor (gradients, masters, moments)."""
+        """The parameter as a view of a flat trainable tensor (gradients, masters, moments)."""
         return flat[self.element_offset : self.element_offset + self.num_elements].view(self.shape)
 
 
@@ -99,7 +99,7 @@ class LayerLayout:
     num_trainable_elements: int
     """Padding included: length of the flat trainable tensors."""
     trainable_dtype: torch.dtype
-    """That of most; a parameter may be used in float32 where this has 16 bits."""
+    """Type of most parameters; one may be used in float32 where this has 16 bits."""
 
     @property
     def wide(self) -> tuple[ParameterPlace, ...]:

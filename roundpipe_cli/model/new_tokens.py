@@ -46,7 +46,7 @@ class NewTokens:
 
     @property
     def ids(self) -> list[int]:
-        """Their numbers."""
+        """Numbers of the tokens."""
         return list(self.numbers.values())
 
     def describe(self, rows: Any) -> Iterator[str]:

@@ -471,7 +471,7 @@ def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
 
 
 def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
-    """The same question for the GPUs of more memory only, once for each memory size that the others fall short of.
+    """The question for the GPUs of more memory only, once for each memory size that the others fall short of.
 
     Stages are sized for the smallest device, since every stage may run on every worker; without the small ones they may
     be larger, and so may what fits.

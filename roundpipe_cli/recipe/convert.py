@@ -237,7 +237,7 @@ def convert_file(
 
 
 def _from_unsloth(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same training as arguments of TRL, which Unsloth calls, and the rest by its names, with their sections."""
+    """A file for Unsloth as arguments of TRL, which Unsloth calls, and the rest by its names, with their sections."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

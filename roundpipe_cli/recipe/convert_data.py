@@ -40,7 +40,7 @@ _EXAMPLES = {
     "dataset_name or dataset_mixture": "dataset_name: org/rows, or a file",
 }
 WITHOUT_IT = "rows are read without it"
-"""The same for settings that are not known here: any of them may change which rows there are, and what they say."""
+"""Reason to leave out a setting that is not known here: it may change which rows there are, and what they say."""
 _USUAL: dict[str, tuple[Any, ...]] = {
     "message_field_training": ("train",),
     **dict.fromkeys(("field_thinking", "template_thinking_key"), ("reasoning_content", "thinking", "reasoning")),
@@ -266,7 +266,7 @@ def _kind_of_messages(item: Entry, where: str) -> str:
 
 
 def _trl_datasets(result: Conversion) -> list[Entry]:
-    """Those of `dataset_mixture` or `dataset_name`; the settings beside a mixture go where they belong."""
+    """Data sets of `dataset_mixture` or `dataset_name`; the settings beside a mixture go where they belong."""
     data, mixture = result.data, result.data.get("dataset_mixture")
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
@@ -342,7 +342,7 @@ _UNSAID: Mapping[str, Mapping[str, str]] = {
     "text": {"prompt": "instruction"},
     **dict.fromkeys(("sharegpt", "chat"), {"messages": "conversations"}),
 }
-"""The same for columns that LLaMA-Factory reads where none are named; those of alpaca rows are ours."""
+"""Columns of rows as LLaMA-Factory reads them where none are named; those of alpaca rows are ours."""
 _TAGS = {
     **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
     **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},

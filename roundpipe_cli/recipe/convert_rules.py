@@ -25,7 +25,7 @@ from roundpipe_cli.recipe.values import value_alias
 
 
 class LeaveOutError(ValueError):
-    """This line is left out, for the reason given; `change` says what training does instead, where that differs."""
+    """A line is left out, for the reason given; `change` says what training does instead, where that differs."""
 
     def __init__(self, reason: str, change: str | None = None) -> None:
         super().__init__(reason)
@@ -565,7 +565,7 @@ class Conversion:
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted recipe key -> value."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Those of them that come from the other tool's defaults."""
+    """Keys that come from the other tool's defaults."""
     refused: set[str] = field(default_factory=set)
     """Recipe keys that the file speaks of with a value that is not accepted: no default comes in its place."""
     sources: dict[str, tuple[str, Any]] = field(default_factory=dict)

@@ -70,7 +70,7 @@ REQUIRED = ("learning_rate", "lora.r", "lora.alpha")
 """Recipe keys for which axolotl has no default: a file without them takes ours, and the first line says so."""
 
 UNKNOWN = "no key that is known here: what it does to training is not done"
-"""The same for keys in no table, of another release or a plugin: any of them may change what is trained."""
+"""Reason to leave out a key of no table, of another release or a plugin: any of them may change what is trained."""
 
 OTHER_TEMPLATES = ("alpaca", "chatml", "default", "empty", "fewshot", "inst", "metharme", "vicuna", "ziya")
 """Chat templates that belong to no model: naming one overrides the tokenizer's own."""

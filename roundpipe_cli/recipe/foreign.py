@@ -351,7 +351,7 @@ _WRITE: Mapping[str, str] = {
     "batches are not split: micro_batch_size is that of a worker's work": "split_batches dispatch_batches",
     "the section is not one of recipes: write its keys at the top": "training train trainer training_args",
 }
-"""The same for a recipe, of keys whose value decides what `convert` makes of them."""
+"""Advice to a recipe about keys whose value decides what `convert` makes of them."""
 
 _JOBS: Mapping[str, str] = {
     PREFERENCES: """
@@ -447,7 +447,7 @@ def answer_of(key: str) -> Answer | None:
 
 
 def file_answer(key: str) -> Answer | None:
-    """The same for a file of another trainer, whose jobs, and keys whose value decides, `convert` knows itself."""
+    """The answer to a key in a file of another trainer, whose jobs and deciding values `convert` knows."""
     return next((table[key] for kind in FILE_KINDS if key in (table := _named(kind))), None)
 
 

@@ -541,7 +541,7 @@ class LoadedRecipe:
     path: Path
     """The file it was read from."""
     folder: Path
-    """Its folder: relative paths are tried from the working directory, then from here."""
+    """Folder of the file: relative paths are tried from the working directory, then from here."""
     notices: tuple[str, ...]
     """One line each, for stderr: aliases, a shipped recipe in place of a missing file."""
     has_own_rate: bool = True

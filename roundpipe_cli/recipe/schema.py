@@ -72,7 +72,7 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Named:
-    """One of a table's names; where its entries have meanings, the list of keys shows them behind the key's own."""
+    """Names of a table as a type; where entries have meanings, the list of keys shows them behind the key's own."""
 
     table: Mapping[str, Any]
 
@@ -211,7 +211,7 @@ class OrpoConfig:
     beta: Annotated[float, Range(0, above=True)] = 0.1
     """Weight of the odds ratio loss beside the negative log-likelihood of the chosen answers: the paper's lambda."""
     nll_on_prompt: bool = True
-    """That likelihood is of the chosen rows' prompts too, a mean over the tokens of a step, as in TRL and the authors'
+    """The likelihood is of the chosen rows' prompts too, a mean over the tokens of a step, as in TRL and the authors'
     code. `false`: of the answers alone, each answer's mean weighing the same, as in LLaMA-Factory."""
 
 

@@ -435,7 +435,7 @@ _BOUND_ROWS: dict[ScheduleName, Callable[[int, int, int, int], WorkerRow]] = {
 
 
 def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Schedule:
-    """The same schedule on some of `num_workers` workers, the others idle.
+    """A schedule on some of `num_workers` workers, the others idle.
 
     Args:
         workers: for each worker of the schedule, the worker that takes its place.

@@ -192,7 +192,7 @@ class AutoCache:
             engine.unpack_per_visit(False)
 
     def leave_out(self, lost: Collection[int]) -> None:
-        """These workers are gone."""
+        """Forget workers that are gone."""
         self._devices = tuple(name for worker, name in enumerate(self._devices) if worker not in lost)
 
     def keep_usual_stages(self) -> None:

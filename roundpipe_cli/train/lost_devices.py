@@ -117,7 +117,7 @@ class LostDevices:
         return self._devices[self._engine.lanes[worker]]
 
     def _of_one_device(self, lost: set[int]) -> set[int]:
-        """These workers, and others of the same GPUs."""
+        """The lost workers, and others of the same GPUs."""
         names = {self._name(worker) for worker in lost} - {"cpu"}
         return lost | {worker for worker in range(self._engine.num_workers) if self._name(worker) in names}
 

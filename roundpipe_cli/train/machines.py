@@ -1,4 +1,4 @@
-"""This machine's part in a run: all of it where it is the only one, so that the training loop need not ask.
+"""Part of a machine in a run: all of it where it is the only one, so that the training loop need not ask.
 
 Each of several machines runs an engine of its own over its own devices and holds all weights. Gradients land in host
 memory anyway; a thread sums a layer's over all machines as soon as the layer is complete, beside the backward of the
@@ -82,7 +82,7 @@ class Sharing:
             wait([self._squares] if self._squares else [], 1.0)
 
     def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Part]:
-        """This process' microbatches of a step: every process has about as many, in order."""
+        """Microbatches of a step for this process: every process has about as many, in order."""
         rank, count = self._nodes.rank, self._nodes.count
         first, last = (len(microbatches) * index // count for index in (rank, rank + 1))
         num_units = sum(len(target_rows(microbatch.labels)[1]) for microbatch in microbatches)
@@ -103,7 +103,7 @@ class Sharing:
         return self.complete
 
     def complete(self, layer: int, square_sum: Callable[[], float]) -> None:
-        """This process' gradient of `layer` is complete. Called by any thread; arguments as of `OnGradient`."""
+        """Note that the gradient of `layer` is complete here. Called by any thread; arguments as of `OnGradient`."""
         with self._changed:
             if layer not in self.given:
                 self.given.add(layer)
@@ -171,7 +171,7 @@ class WholeSteps:
     """Layers of the step whose gradients others may have."""
 
     def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], None]:
-        """This machine's microbatches of a step: all."""
+        """All microbatches of a step."""
         return list(microbatches), None
 
     def begin(self, on_gradient: OnGradient | None) -> OnGradient | None:
@@ -223,7 +223,7 @@ class Machines:
         return self.nodes.is_first or self.shards is not None
 
     def own_part(self, snapshot: Snapshot) -> Snapshot:
-        """This machine's part of a checkpoint."""
+        """Part of a checkpoint that this machine writes."""
         shards, is_first = self.shards, self.nodes.is_first
         if shards is None:
             return snapshot

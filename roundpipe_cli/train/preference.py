@@ -62,7 +62,7 @@ def _loss(recipe: Recipe) -> tuple[Preference, float]:
 
 
 def with_prompts(microbatch: Microbatch, chosen: Sequence[Row]) -> Microbatch:
-    """The same with every token of the chosen sequences as a target; which tokens are answers is noted."""
+    """The microbatch with every token of the chosen sequences as a target; which tokens are answers is noted."""
     assert microbatch.preference is not None
     is_answer = microbatch.labels != IGNORED_LABEL
     labels = microbatch.labels.clone()

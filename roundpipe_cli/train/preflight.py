@@ -111,8 +111,8 @@ def base_revision(recipe: Recipe, start: Start) -> str | None:
 
 
 def begun_with(saved: Mapping[str, Any], recipe: Recipe, allowed: Sequence[str]) -> str | None:
-    """The same of a run whose checkpoint has the meta `saved`; `model` among the `allowed` changes asks for the hub's
-    newest again."""
+    """Revision of the base of a run whose checkpoint has the meta `saved`; `model` among the `allowed` changes asks for
+    the hub's newest again."""
     before = saved.get("recipe")
     commit = saved.get("model_commit")
     if not isinstance(before, dict) or not isinstance(commit, str) or "model" in {key.split(" ")[0] for key in allowed}:

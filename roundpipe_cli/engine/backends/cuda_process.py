@@ -20,7 +20,7 @@ SWITCH_INTERVAL_S = 0.5e-3
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """The variable by which cuBLAS takes memory of a fixed size, so that streams do not choose other products."""
 ORDERED_WORKSPACES = (":4096:8", ":16:8")
-"""Its values that torch takes for deterministic ones."""
+"""Values of the variable that torch takes for deterministic ones."""
 
 
 @functools.cache

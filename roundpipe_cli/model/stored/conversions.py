@@ -70,7 +70,7 @@ class WeightGroup:
     read: Callable[[OpenFiles, torch.dtype | None], dict[str, torch.Tensor]]
     """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
-    """The same tensors by name; empty for a GGUF file."""
+    """The files' tensors by name; empty for a GGUF file."""
     conversion: WeightConversion | None = None
 
     @property
@@ -261,7 +261,7 @@ def _stacks(rule: Any, patterns: Sequence[str]) -> bool:
 def _by_expert(
     conversion: WeightConversion, read: Callable[[str], torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """The same as `_convert`, one expert after the other: memory holds the result and one expert."""
+    """Tensors as `_convert` makes them, one expert after the other: memory holds the result and one expert."""
     kinds = conversion.rule.source_patterns
     lists = [
         [name for name, own in zip(conversion.sources, conversion.patterns, strict=True) if own == kind]

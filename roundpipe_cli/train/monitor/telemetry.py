@@ -231,7 +231,7 @@ class EventRecorder:
 
     @contextlib.contextmanager
     def opened(self, first_step: int) -> Iterator[EventRecorder]:
-        """This recorder, for a run of which `first_step` steps are done: what an earlier attempt wrote about later ones
+        """The recorder, for a run of which `first_step` steps are done: what an earlier attempt wrote about later ones
         is cut off."""
         self._num_done = first_step
         with self._failing_softly():

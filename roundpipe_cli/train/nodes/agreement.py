@@ -36,7 +36,7 @@ def recipe_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def setup_facts(setup: Setup) -> dict[str, Any]:
-    """The same of a run that is ready to train: `auto` is decided, and files are hashed."""
+    """Facts of a run that is ready to train: `auto` is decided, and files are hashed."""
     state = run_state(setup)
     return recipe_facts(setup.recipe) | {key: state[key] for key in state if key not in ("recipe", "computed_by")}
 

@@ -103,7 +103,7 @@ def _scalar(value: float) -> Tensor:
 
 
 class AdamW16(AdamW):
-    """The same with moments kept in bfloat16.
+    """AdamW with moments kept in bfloat16.
 
     The square's average moves by a thousandth a step, less than bfloat16 can show, so it is rounded up or down at
     random with the probabilities that make the mean right (arXiv 2010.06192). The noise is a table, read from a place
@@ -268,8 +268,8 @@ BLOCK_ELEMENTS = 2**20
 
 
 def _block_elements() -> int:
-    """The same for the threads of an update: four share a block of `BLOCK_ELEMENTS`. Many threads have large caches
-    together, and would wait for Python between small blocks, as would the threads that issue to GPUs."""
+    """Elements of a sweep by all threads of an update: four share a block of `BLOCK_ELEMENTS`. Many threads have large
+    caches together, and would wait for Python between small blocks, as would the threads that issue to GPUs."""
     return BLOCK_ELEMENTS * max(1, torch.get_num_threads() // 4)
 
 

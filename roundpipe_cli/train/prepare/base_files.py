@@ -66,7 +66,7 @@ class BaseFiles:
     """Content of the tokenizer's files by their paths below the folder; none before `with_tokenizer`."""
 
     def ending_as_trained(self, tokenizer: Any) -> tuple[BaseFiles, list[str]]:
-        """The same with every token that ends an answer in training among the end tokens, and those added, as text."""
+        """The files with every token that ends an answer in training among the end tokens, and those added, as text."""
         known = end_tokens(self.generation)
         added = [token for token in trained_ends(tokenizer) if token not in known]
         if not added:
@@ -75,7 +75,7 @@ class BaseFiles:
         return replace(self, generation=generation), [str(tokenizer.convert_ids_to_tokens(token)) for token in added]
 
     def with_tokenizer(self, source: ModelSource, tokenizer: Any, own: Path | None = None) -> BaseFiles:
-        """The same with the tokenizer's files: those of the base `source`, with the tokens and the chat template that
+        """The files with the tokenizer's: those of the base `source`, with the tokens and the chat template that
         `tokenizer` has beyond them.
 
         Where it is another one than the base's, they are those of the folder `own` that it was loaded from, or what
