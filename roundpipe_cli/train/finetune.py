@@ -133,10 +133,10 @@ def run_finetune(
                 setup, output_dir, signals, reporting, machines=machines, recorder=recorder, checkpoint=checkpoint
             )
             if checkpoint is not None:
+                check_not_past_end(checkpoint, trainer.num_steps)
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
                     check_more_is_possible(checkpoint, recipe, why)
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
                     return
-                check_not_past_end(checkpoint, trainer.num_steps)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
             trainer.run(start.lost_at)

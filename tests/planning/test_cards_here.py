@@ -102,11 +102,10 @@ def test_cuda_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.Monke
         set_up([SLOW], None, order, tmp_path, monkeypatch)
         fresh(tmp_path, "--version").expect(0)
         assert (tmp_path / "calls").read_text().split()[-1] == becomes
-        with Simulation([SLOW_CARD]):
-            orders: list[str] = []
-            monkeypatch.setattr(
-                cuda.torch.cuda, "is_available", lambda orders=orders: not orders.append(os.environ[nvidia_smi.ORDER])
-            )
+        orders: list[str] = []
+        with Simulation([SLOW_CARD]), monkeypatch.context() as patched:  # which ends before the simulation
+            asked = lambda orders=orders: not orders.append(os.environ[nvidia_smi.ORDER])  # noqa: E731
+            patched.setattr(cuda.torch.cuda, "is_available", asked)
             assert choose_devices("auto")[0] == ("cuda:0",) and set(orders) == {becomes}
 
 

@@ -336,6 +336,7 @@ DECIDED_BY_PLANNING = {"whole_per_visit", "num_slots"}
 NEUTRAL = {
     "seed": "changes values only",
     "label_smoothing": "a term of the loss, far below what is counted",
+    "own_loss": "a program's function, whose memory nobody knows: the page says to lower head_chunk_tokens",
     "attends_in_rows": "rows are counted as full, and one row fills its sequence either way",
     "watchdog_s": "acts only when nothing moves",
 }

@@ -119,6 +119,7 @@ def loss_of(*overrides: str) -> Any:
 
 
 FULL, DPO, SIMPO, ORPO = "method=full", "objective=dpo", "objective=simpo", "objective=orpo"
+IPO = "objective=ipo"
 
 MIN_RATE = ("lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 0.1}")
 STAGES = ("pipeline.forward_stages=[[0,1]]", "pipeline.backward_stages=[[2,3],[0,1]]")
@@ -138,6 +139,7 @@ CHANGED: dict[Any, list[str | tuple[str, ...]]] = {
     ],
     loss_of: [
         *(("dpo.beta=0.2", DPO), ("dpo.label_smoothing=0.1", DPO), ("orpo.beta=0.2", ORPO), ("simpo.beta=3", SIMPO)),
+        ("ipo.beta=0.2", IPO),
         *(("simpo.simpo_gamma=1", SIMPO), ("simpo.label_smoothing=0.1", SIMPO), ("simpo.cpo_alpha=0.5", SIMPO)),
     ],
     tensors_of: [

@@ -206,13 +206,16 @@ def test_a_finished_run_is_continued_where_the_recipe_grew(
 
 
 def test_what_is_left_after_a_checkpoint() -> None:
-    def checkpoint(step: int, num_worse: int) -> Checkpoint:
-        return Checkpoint(Path(f"step-{step}"), step, {"evaluation": {"num_worse": num_worse}}, {})
+    def checkpoint(step: int, num_worse: int, **recipe: int) -> Checkpoint:
+        meta = {"evaluation": {"num_worse": num_worse}, "recipe": recipe}
+        return Checkpoint(Path(f"step-{step}"), step, meta, {})
 
     assert is_complete(checkpoint(9, 0), recipe_of(), 18) is None
     assert is_complete(checkpoint(9, 0), recipe_of(), 9) == "all 9 steps are done"
     assert "early_stopping_patience" in str(is_complete(checkpoint(9, 2), recipe_of(early_stopping_patience=2), 18))
     assert is_complete(checkpoint(9, 2), recipe_of(early_stopping_patience=3), 18) is None
+    stopped_early = checkpoint(9, 2, early_stopping_patience=2)
+    assert is_complete(stopped_early, recipe_of(), 18), "a command without the key asks for nothing"
     check_not_past_end(checkpoint(9, 0), 9)
     with pytest.raises(RefusedError, match="past the end"):
         check_not_past_end(checkpoint(9, 0), 8)
@@ -322,6 +325,7 @@ def unchanged_setup(recipe: Recipe) -> Any:
         model_hash="",
         config_hash="",
         start_hash="",
+        loss=None,
     )
 
 

@@ -177,6 +177,8 @@ def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str |
     if checkpoint.step >= num_steps:
         return f"all {num_steps} steps are done"
     patience = recipe.early_stopping_patience
+    if patience is None:  # a command without the key asks for nothing
+        patience = checkpoint.meta["recipe"].get("early_stopping_patience")
     num_worse = checkpoint.meta["evaluation"].get("num_worse") or 0
     if patience is not None and num_worse >= patience:
         return "it stopped early; a larger early_stopping_patience continues it"
