@@ -373,7 +373,7 @@ def _schedule(name: str, setting: str) -> list[str]:
         (["lr_scheduler_type=polynomial", "learning_rate=1e-8"], "lr_scheduler_kwargs"),
         (["lr_scheduler_type=cosine_with_min_lr"], "lr_scheduler_kwargs"),
         (["lora.init=pissa"], "lora.init"),
-        (["optim=lion"], "optim"),
+        (["optim=no_such_rule"], "optim"),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(keys: list[str], where: str, folder: Path) -> None:
