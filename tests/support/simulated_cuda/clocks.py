@@ -170,10 +170,12 @@ class History:
 
     def forget(self, start: int, end: int, known: Clock, done: dict[Any, int]) -> None:
         """The bytes are given out again: accesses are over that happened before, as the clock says, or the number of
-        operations that each stream has done."""
+        operations that each stream has done; those of host threads too, as storage ends with its last user there."""
 
         def is_over(access: Access) -> bool:
-            return access.count <= known.get(access.actor.number, 0) or access.place <= done.get(access.line, -1)
+            if access.line is None or access.count <= known.get(access.actor.number, 0):
+                return True
+            return access.place <= done.get(access.line, -1)
 
         for one in self._ranges:
             if one.start < end and start < one.end:
