@@ -1,4 +1,4 @@
-"""Spellings of other trainers (Hugging Face Trainer, TRL, axolotl, LLaMA-Factory) for keys of a recipe.
+"""Spellings of other trainers (Hugging Face Trainer, TRL, axolotl, LLaMA-Factory) for keys and values of a recipe.
 
 Each is accepted with one line of notice. An alias beside the key it stands for is a mistake, never a silent choice.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES
-from roundpipe_cli.recipe.foreign import answer_of
-from roundpipe_cli.recipe.values import OTHER_JOBS
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.recipe.foreign import answer_of, answer_to
 
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
@@ -106,7 +105,7 @@ def _job(value: Any) -> Writes:
         return {}
     if value in PAIR_OBJECTIVES:
         return {"objective": value}
-    raise ValueError(OTHER_JOBS.get(str(value), f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}"))
+    raise ValueError(answer_to("objective", str(value)) or f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}")
 
 
 _ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
@@ -141,6 +140,40 @@ ALIASES: dict[str, AliasConversion] = {
     "auto_resume_from_checkpoints": _one_of({True: {"resume_from_checkpoint": "auto"}, False: {}}),
 }
 """Dotted key of another trainer -> its meaning here."""
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+VALUE_ALIASES: dict[str, dict[Any, Any]] = {
+    "dtype": {**_DTYPES, **{f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}},
+    "method": {"full_finetune": "full", "sft": "full"},
+    "optim": {other: name for name, kind in OPTIMIZERS.items() for other in kind.other_names},
+    "lr_scheduler_type": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
+    "lora.init": {True: "default"},
+    "report_to": {"none": [], None: [], **{name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")}},
+    "max_steps": {-1: None},
+    "resume_from_checkpoint": {True: "auto", False: None},
+    "datasets[].type": {
+        "chat_template": "chat",
+        "conversational": "chat",
+        "completion": "text",
+        "prompt-completion": "prompt_completion",
+        "instruction": "alpaca",
+    },
+    "lora.target_modules": {"all": "all-linear"},
+    "max_grad_norm": {None: 0.0},
+}
+"""Recipe key -> other spellings of its values."""
+
+
+def value_alias(key: str, value: Any) -> tuple[bool, Any]:
+    """(whether `value` is another spelling, the value to use) for a recipe key with dots."""
+    for spelling, meant in VALUE_ALIASES.get(key, {}).items():
+        if type(spelling) is type(value) and spelling == value:
+            return True, meant
+    if key == "num_train_epochs" and isinstance(value, float) and value == value // 1 and abs(value) < 2**31:
+        return True, int(value)
+    return False, value
+
 
 SECTIONS = ("lora", *(kind.section for kind in OBJECTIVES.values() if kind.section), "pipeline", "nodes")
 """Sections of a recipe, in which keys of other trainers are answered as at its top."""

@@ -21,11 +21,9 @@ from roundpipe_cli.choices import (
 )
 from roundpipe_cli.errors import Problem, one_edit_apart
 from roundpipe_cli.recipe.aliases import ALIASES
-from roundpipe_cli.recipe.foreign import hint_for
-from roundpipe_cli.recipe.foreign_rows import hint_for_dataset
+from roundpipe_cli.recipe.foreign import OF_ROWS, answer_of, answer_to, hint_for
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
-from roundpipe_cli.recipe.values import answer_to
 from roundpipe_cli.units import either
 
 MAX_SHOWN = 30
@@ -406,9 +404,9 @@ def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings) -
     elif colon and name in hints_of(schema):
         hint = f"write a space after the colon: {name}: {value}"
     elif findings.num_found < MAX_SHOWN:  # a suggestion takes about a millisecond
-        answer = hint_for_dataset(key) if schema is DatasetConfig else None
+        answer = answer_of(key, OF_ROWS, begins=True) if schema is DatasetConfig else None
         near = None if answer else suggest(key, path, list(hints_of(schema)))
-        hint = f"did you mean {near}?" if near else answer or hint_for(key)
+        hint = f"did you mean {near}?" if near else answer.hint if answer else hint_for(key)
     findings.add(here, f"unknown key {format_key(here)}", hint=hint or NO_SUCH_KEY)
 
 

@@ -47,13 +47,12 @@ from roundpipe_cli.recipe.foreign import (
     DISTILLATION,
     EVALUATION,
     MULTIMODAL,
-    MULTIMODAL_KEYS,
     PART,
     PREFERENCES,
     REINFORCEMENT,
     REWARD,
     SHARING_KEYS,
-    job_of_key,
+    answer_of,
 )
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
@@ -130,10 +129,10 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
         found = f"plugins: {shown_value(plugin)}"
         yield from ((_PLUGINS[part], found) for part in str(plugin).split(".") if part in _PLUGINS)
     for key, value in data.items():
-        job = job_of_key(key)
-        if job is not None and not is_off(value) and not (known and reads_loss_key(key, known, tool)):
-            yield job, key
-        if key in MULTIMODAL_KEYS and value is not None:
+        other = answer_of(key, ("job",), begins=True)
+        if other is not None and not is_off(value) and not (known and reads_loss_key(key, known, tool)):
+            yield other.text, key
+        if value is not None and answer_of(key, ("media",)):
             yield MULTIMODAL, key
     if tool == "llama-factory" or data.get("do_train") is False:
         yield from _without_training(data, tool)

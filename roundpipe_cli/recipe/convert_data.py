@@ -13,7 +13,7 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Conversion, is_pairs
 from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FIELD_COLUMNS, Tool
-from roundpipe_cli.recipe.foreign_rows import DATASET_CHANGES, TEMPLATED
+from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 from roundpipe_cli.regular_files import named_path
@@ -107,7 +107,8 @@ def _finished(
         elif key in known and isinstance(value, str):
             columns[known[key]] = value
         elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
-            change = DATASET_CHANGES.get(key, WITHOUT_IT)
+            answer = answer_of(key, ("changed row",))
+            change = answer.text if answer else WITHOUT_IT
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
     if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
         entry["columns"] = renamed

@@ -11,15 +11,14 @@ from typing import Any, Literal
 
 from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
-from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off
+from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_tables import OTHER_TEMPLATES, TEMPLATE_FAMILIES, UNKNOWN, UNSLOTH_USUAL, Tool
-from roundpipe_cli.recipe.foreign import begins_idle, file_answer
+from roundpipe_cli.recipe.foreign import CROSS_ENTROPY, answer_of
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import shown_value
-from roundpipe_cli.recipe.values import value_alias
 
 # Rules: from a line of a file to values of a recipe. First the few kinds that most of them are of.
 
@@ -425,7 +424,7 @@ _SAVES: Mapping[Any, Writes] = {
 _NO_SUCH_SAVES = "checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"
 _NO_INIT = "starts that change the base weights are not offered", "the adapters start by lora.init in place of that"
 _THOUGHTS = "thoughts are as the chat template writes them"
-_NO_DFT = "only cross-entropy is offered", "the ordinary cross-entropy is trained in place of DFT's"
+_NO_DFT = "only cross-entropy is offered", CROSS_ENTROPY
 _SHARES = "shares of the draws become datasets[].weight, shares of an epoch's rows"
 _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
@@ -510,7 +509,7 @@ def rule_of(key: str) -> ConversionRule:
     """The rule of a key outside of losses: its own, the answer that recipes give it too, an alias', a recipe key's."""
     if key in RULES:
         return RULES[key]
-    answer = file_answer(key)
+    answer = answer_of(key, ("advice", "other", "idle"))
     if answer is None and key in _OWN:
         return lambda value, data: {} if is_off(value) and value is not False else {key: value}
     rule = _left_out("no counterpart here", UNKNOWN)
@@ -519,7 +518,7 @@ def rule_of(key: str) -> ConversionRule:
         rule = others.get(answer.kind, _if_true({}))
     elif key in ALIASES and key != "dataset_name":  # of rows, in a file whose tool reads others
         rule = lambda value, data: ALIASES[key](value)  # noqa: E731
-    elif begins_idle(key):
+    elif answer_of(key, ("idle",), begins=True):
         rule = _if_true({})
     return lambda value, data: {} if is_off(value) else rule(value, data)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from roundpipe_cli.recipe.aliases import NAMES
+from roundpipe_cli.recipe.aliases import NAMES, VALUE_ALIASES
 from roundpipe_cli.recipe.check import defaults_of, describe_type, hints_of, section_of
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
@@ -25,7 +25,6 @@ from roundpipe_cli.recipe.schema import (
     Recipe,
     with_lists,
 )
-from roundpipe_cli.recipe.values import VALUE_ALIASES
 
 DERIVED = {
     "output_dir": "outputs/<name of the recipe file>",

@@ -24,6 +24,7 @@ from roundpipe_cli.recipe.aliases import (
     Writes,
     conversion_of,
     refusal_of,
+    value_alias,
 )
 from roundpipe_cli.recipe.check import (
     Findings,
@@ -57,7 +58,6 @@ from roundpipe_cli.recipe.strict_yaml import (
     refuse_characters,
     shown_value,
 )
-from roundpipe_cli.recipe.values import value_alias
 from roundpipe_cli.regular_files import tried_paths
 
 # `${key}` in a recipe: only other keys of the same recipe, never the environment or anything else.

@@ -15,7 +15,7 @@ from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
 from roundpipe_cli.recipe.convert import convert_file
 from roundpipe_cli.recipe.convert_rules import RULES, Conversion
 from roundpipe_cli.recipe.convert_tables import Tool
-from roundpipe_cli.recipe.foreign import _IDLE, _OTHER, file_answer
+from roundpipe_cli.recipe.foreign import _IDLE, _OTHER, answer_of
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
@@ -316,7 +316,7 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
     assert keys - NOT_OF_PEERS == set(SAMPLES)
     for name in (*known_keys(Recipe), *ALIASES):
-        answer = file_answer(name)
+        answer = answer_of(name, ("advice", "other", "idle"))
         assert answer is None or (answer.kind == "idle" and name in ALIASES), name
     spellings = {alias: target for target, names in NAMES.items() for alias in names.split() if target in SAMPLES}
     assert "lora_rank" in spellings
