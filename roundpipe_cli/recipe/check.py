@@ -19,7 +19,7 @@ from roundpipe_cli.choices import (
     PAIR_OBJECTIVES,
     SCHEDULE_KINDS,
 )
-from roundpipe_cli.errors import Problem, one_edit_apart
+from roundpipe_cli.errors import Problem
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.foreign import OF_ROWS, answer_of, answer_to, hint_for
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
@@ -345,8 +345,8 @@ def _mean(word: str, candidates: list[str]) -> str | None:
 
 NO_SUCH_KEY = "not offered by this name; `roundpipe recipes keys WORD` finds keys by words, of other trainers too"
 MAX_WORD, LETTERS_AN_EDIT, SHORT_WORD = 100, 7, 5
-"""Letters of a misspelt word that are compared at most, and for how many one edit is allowed, the first aside; shorter
-words are another's with one letter changed (mode, model)."""
+"""Letters of a misspelt word that are compared at most, and for how many one edit is allowed, the first aside. A
+shorter word begins like the one that it stands for (not mora, lora); one of less than four letters has no others."""
 
 
 def near_spelling(word: str, candidates: Iterable[str]) -> str | None:
@@ -356,18 +356,14 @@ def near_spelling(word: str, candidates: Iterable[str]) -> str | None:
     plain, words = _plain(lowered), sorted(filter(None, re.split(r"[^a-z0-9]+", lowered)))
 
     def edits(candidate: str) -> int | None:
-        other = candidate.lower()
-        most = max(1, min(len(plain), len(_plain(other))) // LETTERS_AN_EDIT)
-        if plain == _plain(other):
-            return 0
-        if min(len(plain), len(_plain(other))) < SHORT_WORD:
-            is_near = one_edit_apart(lowered, other) and set(lowered) <= set(other) and lowered[:1] == other[:1]
-            return 1 if is_near else None
-        if one_edit_apart(lowered, other) or one_edit_apart(plain, _plain(other)):
+        other = _plain(candidate)
+        least = min(len(plain), len(other))
+        if least < SHORT_WORD and (plain[:1] != other[:1] or (least < 4 and not set(plain) <= set(other))):
+            return None
+        most = max(1, least // LETTERS_AN_EDIT)
+        num = _num_edits(plain, other, most)
+        if num > 1 and len(words) > 1 and words == sorted(re.split(r"[^a-z0-9]+", candidate.lower())):
             return 1
-        if len(words) > 1 and words == sorted(re.split(r"[^a-z0-9]+", other)):
-            return 1
-        num = _num_edits(plain, _plain(other), most)
         return num if num <= most else None
 
     found = [(num, candidate) for candidate in candidates if (num := edits(candidate)) is not None]

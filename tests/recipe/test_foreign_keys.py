@@ -130,6 +130,13 @@ def test_only_another_spelling_of_the_same_words_is_suggested(word: str, near: s
     assert near_spelling(word, [*known_keys(Recipe), *ALIASES]) == near
 
 
+@pytest.mark.parametrize("word", ["rang", "rnak", "ran", "ranks", "r_ank"])
+def test_a_slip_in_a_short_word_is_found(word: str) -> None:
+    """Story: of `rang`, one letter off, there was no word of `rank`."""
+    assert answer(f"lora: {{{word}: 8}}") == "did you mean lora.rank?"
+    assert "did you mean" not in answer("mora: true") + answer("lora: {gain: 8}")
+
+
 def test_a_key_has_one_answer() -> None:
     """No table has a key twice, and none a key that a recipe has or reads; those of rows are a data set's."""
     assert len(foreign._TABLES) == 8
