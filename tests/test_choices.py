@@ -68,6 +68,9 @@ def test_every_objective_has_its_loss_and_its_settings() -> None:
     assert set(get_args(Objective)) == set(OBJECTIVES) and next(iter(OBJECTIVES)) == Recipe.objective
     assert {OBJECTIVES[name].loss for name in PAIR_OBJECTIVES} == set(get_args(PairLossName)) == set(PAIR_LOSSES)
     assert len({OBJECTIVES[name].loss_type for name in PAIR_OBJECTIVES} - {None}) == len(PAIR_OBJECTIVES)
+    of_papers = {"dpo": (True, False), "orpo": (False, True), "simpo": (False, True), "ipo": (True, True)}
+    in_table = {name: (kind.needs_reference, kind.averages) for name, kind in OBJECTIVES.items() if name in of_papers}
+    assert in_table == of_papers  # tests of the losses ask the table
     for name in PAIR_OBJECTIVES:
         recipe, kind = Recipe(**REQUIRED, objective=name), OBJECTIVES[name]
         assert kind.section in KEYS and recipe.trains_pairs and hasattr(recipe.loss_settings, "beta")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from roundpipe_cli.choices import OBJECTIVES
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
@@ -55,7 +56,7 @@ def pairs(name: str = "dpo") -> list[Microbatch]:
     made = []
     for microbatch in random_microbatches(SIZES):
         reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
-        preference = replace(loss, reference=reference if loss.objective in ("dpo", "ipo") else None)
+        preference = replace(loss, reference=reference if OBJECTIVES[loss.objective].needs_reference else None)
         microbatch = replace(microbatch, preference=preference)
         if "prompts" in name:
             lengths = (microbatch.input_ids != 0).sum(dim=1)[: len(microbatch.labels) // 2]
@@ -83,16 +84,17 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
         if preference.reference is not None:
             ref_chosen, ref_rejected = preference.reference.chunk(2)
             chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
-        if preference.objective != "dpo":
+        if OBJECTIVES[preference.objective].averages:
             counts = (answers != -100).sum(-1).chunk(2)
             chosen, rejected = chosen / counts[0], rejected / counts[1]
         nlls.append(-(picked * (labels != -100)).sum(-1)[: len(chosen)])
         counts_of_nll.append((labels != -100).sum(-1)[: len(chosen)])
-        if preference.objective == "orpo":
+        kind = OBJECTIVES[preference.objective].loss
+        if kind == "odds_ratio":
             odds = [x.exp() / (1 - x.exp()) for x in (chosen, rejected)]
             losses.append(-preference.beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
             continue
-        if preference.objective == "ipo":
+        if kind == "squared":
             losses.append((chosen - rejected - 1 / (2 * preference.beta)) ** 2)
             continue
         z = preference.beta * (chosen - rejected) - preference.simpo_gamma
