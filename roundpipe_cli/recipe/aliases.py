@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
-from roundpipe_cli.recipe.foreign import answer_of, answer_to
+from roundpipe_cli.recipe.foreign import answer_of, answer_to, is_off
 
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
@@ -185,11 +185,6 @@ REMOVED: dict[str, str] = {
 }
 """Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
 began with one of them off may be resumed."""
-
-
-def is_off(value: Any) -> bool:
-    """Whether a line asks for nothing."""
-    return value is None or value is False or value in ("", [], {}) or value == "none"
 
 
 def was_off(key: str, value: Any) -> bool:

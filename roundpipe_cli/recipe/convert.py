@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.recipe.aliases import ALIASES, is_off
+from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
 from roundpipe_cli.recipe.convert_rules import (
@@ -42,18 +42,7 @@ from roundpipe_cli.recipe.convert_tables import (
     UNSLOTH,
     Tool,
 )
-from roundpipe_cli.recipe.foreign import (
-    CLASSIFIER,
-    DISTILLATION,
-    EVALUATION,
-    MULTIMODAL,
-    PART,
-    PREFERENCES,
-    REINFORCEMENT,
-    REWARD,
-    SHARING_KEYS,
-    answer_of,
-)
+from roundpipe_cli.recipe.foreign import EVALUATION, PREFERENCES, REINFORCEMENT, REWARD, SHARING_KEYS, is_off, other_job
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
@@ -73,26 +62,6 @@ _OBJECTIVES = {
     **dict.fromkeys((*PAIR_OBJECTIVES, "kto", "cpo"), PREFERENCES),
 }
 """Values of `rl` and `stage`."""
-_METHODS = {"freeze": PART, "oft": "orthogonal fine-tuning (OFT)"}
-_PLUGINS = {
-    **{"spectrum": PART, "kd": DISTILLATION, "diffusion": "training of a diffusion model"},
-    **{"llm_compressor": "training of a sparse model", "mora": "MoRA adapters", "nemo_gym": REINFORCEMENT},
-}
-"""Folders of axolotl's integrations."""
-
-_MODEL_CLASSES = (
-    (r"Classification|QuestionAnswering|MultipleChoice", CLASSIFIER),
-    (r"ConditionalGeneration|ImageTextToText|Vision2Seq|Speech|Waveform|Llava|Mllama|Multimodal", MULTIMODAL),
-    (r"Seq2Seq|MaskedLM", "training of a model that is no decoder"),
-)
-"""Patterns of `model_type`, axolotl's name of the model's class."""
-
-_MULTIMODAL_NAME = re.compile(
-    r"(?:^|[-_./\d])(?:vl|vlm|vla|vision|llava|bakllava|pixtral|intern_?vl|smol_?vlm|paligemma\d?|omni|audio|voxtral"
-    r"|whisper|tts|ocr|idefics|blip|florence|mllama|minicpm[-_]?[vo]|stable-diffusion|sdxl|flux|\dv)(?:[-_.\d]|$)",
-    re.IGNORECASE,
-)
-"""Names of models and of LLaMA-Factory's templates that see or hear."""
 
 
 def _refuse_other_jobs(data: Mapping[str, Any], tool: Tool, job: Job | None, name: str) -> None:
@@ -100,7 +69,7 @@ def _refuse_other_jobs(data: Mapping[str, Any], tool: Tool, job: Job | None, nam
         raise RefusedError(
             f"this file asks for another job than a recipe does: {other}",
             where=name,
-            found=found if found not in data else f"{found}: {shown_value(data[found])}",
+            found=f"{found}: {shown_value(data[found])}" if found in data else found,
             expected=f"{_JOBS} of a text model, of all its weights or by LoRA",
             hint=_HINT if other == PREFERENCES else None,
         )
@@ -116,33 +85,15 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
         yield objective, "pref_loss" if (key, data[key]) == ("stage", PAIR_STAGE) else key
-    if data.get("finetuning_type") not in (None, "lora", "full"):
-        yield _METHODS.get(str(data["finetuning_type"]), "an unknown method"), "finetuning_type"
-    if tool == "axolotl" and data.get("adapter") not in (None, "", "none", False, "lora", "qlora"):
-        yield "another kind of adapter than LoRA", "adapter"
-    if data.get("lora_task_type") not in (None, "CAUSAL_LM"):
-        yield CLASSIFIER, "lora_task_type"
     if tool == "trl" and known is not None and not is_pairs(known) and not is_off(data.get("label_smoothing")):
         yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
-    plugins = data.get("plugins")
-    for plugin in plugins if isinstance(plugins, list) else []:
-        found = f"plugins: {shown_value(plugin)}"
-        yield from ((_PLUGINS[part], found) for part in str(plugin).split(".") if part in _PLUGINS)
     for key, value in data.items():
-        other = answer_of(key, ("job",), begins=True)
-        if other is not None and not is_off(value) and not (known and reads_loss_key(key, known, tool)):
-            yield other.text, key
-        if value is not None and answer_of(key, ("media",)):
-            yield MULTIMODAL, key
+        is_read = known is not None and reads_loss_key(key, known, tool)
+        other = other_job(key, value)
+        if other and not is_read and (key != "adapter" or tool == "axolotl"):
+            yield other, key
     if tool == "llama-factory" or data.get("do_train") is False:
         yield from _without_training(data, tool)
-    for pattern, job in _MODEL_CLASSES:
-        if re.search(pattern, str(data.get("model_type") or "")):
-            yield job, "model_type"
-    for key in ("base_model", "model_name_or_path", "template", "chat_template"):
-        value = data.get(key)
-        if isinstance(value, str) and _MULTIMODAL_NAME.search(value.rstrip("/").rpartition("/")[2]):
-            yield MULTIMODAL, key
 
 
 def _without_training(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]:

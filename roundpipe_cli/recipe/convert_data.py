@@ -10,10 +10,9 @@ from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Conversion, is_pairs
 from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FIELD_COLUMNS, Tool
-from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of
+from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of, is_off
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 from roundpipe_cli.regular_files import named_path

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
-from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
+from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, value_alias
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_tables import OTHER_TEMPLATES, TEMPLATE_FAMILIES, UNKNOWN, UNSLOTH_USUAL, Tool
-from roundpipe_cli.recipe.foreign import CROSS_ENTROPY, answer_of
+from roundpipe_cli.recipe.foreign import CROSS_ENTROPY, answer_of, is_off
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import shown_value
 
-# Rules: from a line of a file to values of a recipe. First the few kinds that most of them are of.
+# Rules: from a line of a file to values of a recipe.
 
 
 class LeaveOutError(ValueError):
@@ -40,47 +40,39 @@ class Partly(dict[str, Any]):
 
 
 Data = Mapping[str, Any]
-ConversionRule = Callable[[Any, Data], Writes]
-"""(value, the whole file) -> dotted recipe key to value; nothing where the line changes nothing. Values are never None.
-
-Raises LeaveOutError, or another ValueError where this value has no counterpart."""
-
-
-def _as(target: str) -> ConversionRule:
-    return lambda value, data: {target: value}
-
-
-def _left_out(reason: str, change: str | None = None) -> ConversionRule:
-    """No counterpart; `change` may name the value: {}."""
-
-    def writes_of(value: Any, data: Data) -> Writes:
-        raise LeaveOutError(reason, change and change.format(value))
-
-    return writes_of
+_ANY: Any = object()
+"""Stands for every value that a rule does not name."""
+Meaning = Writes | LeaveOutError | str
+"""Dotted recipe keys with values, of which none is None; nothing where the line changes nothing. A text is the recipe's
+key of the same value; in `change` of an error `{}` stands for the value."""
+ConversionRule = Callable[[Any, Data], Writes] | Mapping[Any, Meaning]
+"""From a value and the whole file, or from the value alone. A function may raise LeaveOutError, or another ValueError
+where this value has no counterpart."""
 
 
-def _choice(choices: Mapping[Any, Writes], other: ConversionRule) -> ConversionRule:
-    def writes_of(value: Any, data: Data) -> Writes:
-        known = next((choice for choice in choices if type(choice) is type(value) and choice == value), None)
-        return other(value, data) if known is None else choices[known]
+def applied(rule: ConversionRule, value: Any, data: Data) -> Writes:
+    """The writes of a rule.
 
-    return writes_of
+    Raises:
+        ValueError: the line is left out.
+    """
+    if callable(rule):
+        return rule(value, data)
+    named = (one for choice, one in rule.items() if type(choice) is type(value) and choice == value)
+    meant = next(named, rule.get(_ANY, {}))
+    if isinstance(meant, LeaveOutError):
+        raise LeaveOutError(str(meant), meant.change and meant.change.format(value))
+    return {meant: value} if isinstance(meant, str) else meant
 
 
 def _only(usual: tuple[Any, ...], reason: str, change: str) -> ConversionRule:
     """Values that ask for what is always done here; of others the line is left out."""
-    return _choice(dict.fromkeys(usual, {}), _left_out(reason, change))
+    return {**dict.fromkeys(usual, {}), _ANY: LeaveOutError(reason, change)}
 
 
 def _unless_false(change: str) -> ConversionRule:
     """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
-    off = _left_out("cannot be turned off here", change)
-    return lambda value, data: off(value, data) if value is False else {}
-
-
-def _if_true(writes: Writes) -> ConversionRule:
-    """A switch that changes nothing where it is off."""
-    return lambda value, data: writes if value is True else {}
+    return {False: LeaveOutError("cannot be turned off here", change)}
 
 
 # The objective of another tool's file, and its keys for losses that compare answers.
@@ -265,18 +257,6 @@ def _generated(value: Any, data: Data) -> Writes:
     return {"max_seq_length": value} if is_of_rows else {}
 
 
-_NO_NAME = "name the repository: hub_model_id", "nothing is uploaded"
-
-
-def _resume(value: Any, data: Data) -> Writes:
-    if value is False:
-        return {}
-    if value is True or value == "auto":
-        raise LeaveOutError("`roundpipe finetune RECIPE --resume` continues a run that was stopped")
-    reason = "checkpoints of other programs are not read; lora.start_from continues an adapter"
-    raise LeaveOutError(reason, "training starts afresh")
-
-
 def _unfrozen(value: Any, data: Data) -> Writes:
     """axolotl trains what one of its patterns matches from the start of a name; their periods are literal."""
     patterns = [str(pattern) for pattern in (value if isinstance(value, list) else [value])]
@@ -412,19 +392,13 @@ _NEAR_OPTIMIZERS: Mapping[str, Writes] = {
     "adamw_torch_npu_fused": Partly({"optim": "adamw"}, "AdamW of another device becomes torch's"),
 }
 """Other tools' optimizers that do the same with other code."""
-_INITS: Mapping[Any, Writes] = {
-    **dict.fromkeys((True, "default"), {"lora.init": "default"}),
-    "gaussian": {"lora.init": "gaussian"},
-}
-_SAVES: Mapping[Any, Writes] = {
-    "steps": {},
-    "epoch": {"save_steps": "epoch"},
-    **dict.fromkeys(("no", False), {"save_steps": None}),
-}
-_NO_SUCH_SAVES = "checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"
+_NO_NAME = LeaveOutError("name the repository: hub_model_id", "nothing is uploaded")
+_RESUMES = "`roundpipe finetune RECIPE --resume` continues a run that was stopped"
+_STARTS_AFRESH = LeaveOutError(
+    "checkpoints of other programs are not read; lora.start_from continues an adapter", "training starts afresh"
+)
 _NO_INIT = "starts that change the base weights are not offered", "the adapters start by lora.init in place of that"
 _THOUGHTS = "thoughts are as the chat template writes them"
-_NO_DFT = "only cross-entropy is offered", CROSS_ENTROPY
 _SHARES = "shares of the draws become datasets[].weight, shares of an epoch's rows"
 _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
@@ -437,35 +411,40 @@ RULES: Mapping[str, ConversionRule] = {
     "hub_model_id": lambda value, data: (
         {"hub_model_id": value} if "base_model" in data or data.get("push_to_hub") is True else {}
     ),
-    "push_to_hub": lambda value, data: (
-        {} if value is not True or data.get("hub_model_id") else _left_out(*_NO_NAME)(value, data)
-    ),
-    "excess_length_strategy": lambda value, data: {"long_rows": "error" if value == "raise" else value},
+    "push_to_hub": lambda value, data: applied({True: {} if data.get("hub_model_id") else _NO_NAME}, value, data),
+    "excess_length_strategy": {"raise": {"long_rows": "error"}, _ANY: "long_rows"},
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),
     "warmup_steps": lambda value, data: {} if not value and data.get("warmup_ratio") else {"warmup_steps": value},
     "warmup_ratio": _warmup_ratio,
     "batch_size": _accumulation_of_batch,
-    **dict.fromkeys(("optimizer", "optim"), _choice(_NEAR_OPTIMIZERS, _as("optim"))),
+    **dict.fromkeys(("optimizer", "optim"), {**_NEAR_OPTIMIZERS, _ANY: "optim"}),
     "lora_target_modules": _lora_targets,
-    "peft_init_lora_weights": _choice(_INITS, _left_out(*_NO_INIT)),
-    "peft": _left_out("see lora.init", "the adapters start by lora.init in place of LoftQ"),
+    "peft_init_lora_weights": {
+        **dict.fromkeys((True, "default"), {"lora.init": "default"}),
+        "gaussian": {"lora.init": "gaussian"},
+        _ANY: LeaveOutError(*_NO_INIT),
+    },
+    "peft": {_ANY: LeaveOutError("see lora.init", "the adapters start by lora.init in place of LoftQ")},
     "adapter_name_or_path": _adapters,
-    "neat_packing": _if_true({"packing": True}),
+    "neat_packing": {True: {"packing": True}},
     "packing": _packing,
     "packing_strategy": _packing_strategy,
     "truncation_mode": _only(("keep_start",), "the start of a long row is kept", "long rows lose their end"),
-    **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _if_true({"shuffle": False})),
-    "train_sampling_strategy": _choice(
-        {"sequential": {"shuffle": False}, "random": {"shuffle": True}},
-        _left_out("rows come in random order or in theirs", "rows come in random order, not {}"),
-    ),
+    **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), {True: {"shuffle": False}}),
+    "train_sampling_strategy": {
+        **{"sequential": {"shuffle": False}, "random": {"shuffle": True}},
+        _ANY: LeaveOutError("rows come in random order or in theirs", "rows come in random order, not {}"),
+    },
     "ignore_pad_token_for_loss": _unless_false("padding is never trained"),
     "average_tokens_across_devices": _unless_false("the loss is a mean over all tokens of a step"),
     "pretrain_multipack_attn": _unless_false("packed texts do not see each other"),
     "enable_thinking": lambda value, data: Partly({"chat_template_kwargs": {"enable_thinking": value}}, _THOUGHTS),
     "max_length": _generated,
-    "save_strategy": _choice(_SAVES, _left_out(_NO_SUCH_SAVES)),
+    "save_strategy": {
+        **{"steps": {}, "epoch": {"save_steps": "epoch"}, **dict.fromkeys(("no", False), {"save_steps": None})},
+        _ANY: LeaveOutError("checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"),
+    },
     **{key: _steps(key) for key in BY_STEPS},
     **dict.fromkeys(BY_STEPS["eval_steps"], _eval_strategy),
     "saves_per_epoch": _per_epoch("save_steps"),
@@ -475,32 +454,37 @@ RULES: Mapping[str, ConversionRule] = {
         "the loss decides which weights are best",
         "the best weights are those of the lowest loss",
     ),
-    **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _resume),
-    "early_stopping_steps": _as("early_stopping_patience"),
+    **dict.fromkeys(
+        ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+        {False: {}, **dict.fromkeys((True, "auto"), LeaveOutError(_RESUMES)), _ANY: _STARTS_AFRESH},
+    ),
+    "early_stopping_steps": {_ANY: "early_stopping_patience"},
     "unfrozen_parameters": _unfrozen,
     **dict.fromkeys(("chat_template", "template"), _template),
-    "chat_template_jinja": _as("chat_template"),
     "chat_template_path": _template_path,
+    "chat_template_jinja": {_ANY: "chat_template"},
     "special_tokens": _tokens,
     **dict.fromkeys(("add_tokens", "tokens"), _new_tokens),
     **dict.fromkeys(SPECIAL_TOKENS, _special),
     "resize_vocab": _resized,
-    **dict.fromkeys(("dtype", "torch_dtype"), lambda value, data: {} if value == "auto" else {"dtype": value}),
+    **dict.fromkeys(("dtype", "torch_dtype"), {"auto": {}, _ANY: "dtype"}),
     "bf16": _bf16,
-    **dict.fromkeys(("bfloat16", "pure_bf16"), _if_true({"dtype": "bfloat16"})),
-    **{name: _if_true({"dtype": name}) for name in ("float16", "float32")},
+    **dict.fromkeys(("bfloat16", "pure_bf16"), {True: {"dtype": "bfloat16"}}),
+    **{name: {True: {"dtype": name}} for name in ("float16", "float32")},
     "completion_only_loss": lambda value, data: {"train_on_inputs": not value},
-    "assistant_only_loss": _if_true({"train_on_inputs": False}),
-    "loss_type": lambda value, data: _left_out(*_NO_DFT)(value, data) if value == "dft" else {},
+    "assistant_only_loss": {True: {"train_on_inputs": False}},
+    "loss_type": {"dft": LeaveOutError("only cross-entropy is offered", CROSS_ENTROPY)},
     **dict.fromkeys(("bnb_4bit_quant_type", "quantization_type", "quantization_method"), _only(("nf4", "bnb"), *_NF4)),
     **dict.fromkeys(("lora_bias", "bias"), _only(("none", False), "biases stay frozen", "no biases are trained")),
     "plugins": _plugins,
-    **dict.fromkeys(("do_predict", "predict_with_generate"), _left_out("predictions are no part of training")),
+    **dict.fromkeys(
+        ("do_predict", "predict_with_generate"), {_ANY: LeaveOutError("predictions are no part of training")}
+    ),
     "report_to": lambda value, data: {"report_to": [] if value == ["none"] else value},
-    "use_tensorboard": _if_true({"report_to": ["tensorboard"]}),
+    "use_tensorboard": {True: {"report_to": ["tensorboard"]}},
     "mix_strategy": _only(("concat",), "rows are mixed by datasets[].weight", "rows are not mixed by {!r}"),
-    "interleave_probs": lambda value, data: Partly({}, _SHARES),
-    "adam_eps": _as("adam_epsilon"),
+    "interleave_probs": {_ANY: Partly({}, _SHARES)},
+    "adam_eps": {_ANY: "adam_epsilon"},
 }
 """Key of another tool -> its rule. A later line goes before an earlier one: rules for single keys before tables."""
 
@@ -512,15 +496,15 @@ def rule_of(key: str) -> ConversionRule:
     answer = answer_of(key, ("advice", "other", "idle"))
     if answer is None and key in _OWN:
         return lambda value, data: {} if is_off(value) and value is not False else {key: value}
-    rule = _left_out("no counterpart here", UNKNOWN)
+    rule: ConversionRule = {_ANY: LeaveOutError("no counterpart here", UNKNOWN)}
     if answer is not None:
-        others = {"other": _left_out("no counterpart here", answer.text), "advice": _left_out(answer.text)}
-        rule = others.get(answer.kind, _if_true({}))
+        others = {"other": LeaveOutError("no counterpart here", answer.text), "advice": LeaveOutError(answer.text)}
+        rule = {_ANY: others.get(answer.kind, {})}
     elif key in ALIASES and key != "dataset_name":  # of rows, in a file whose tool reads others
         rule = lambda value, data: ALIASES[key](value)  # noqa: E731
     elif answer_of(key, ("idle",), begins=True):
-        rule = _if_true({})
-    return lambda value, data: {} if is_off(value) else rule(value, data)
+        rule = {}
+    return lambda value, data: {} if is_off(value) else applied(rule, value, data)
 
 
 # The result of a conversion, and its recipe as text, whose header begins with what trains differently.
@@ -586,7 +570,11 @@ class Conversion:
             if value is None:
                 writes: Writes = {}
             else:
-                writes = _loss_writes(key, value, self.data, self.job) if is_of_loss else rule_of(key)(value, self.data)
+                writes = (
+                    _loss_writes(key, value, self.data, self.job)
+                    if is_of_loss
+                    else applied(rule_of(key), value, self.data)
+                )
         except ValueError as error:
             change = error.change if isinstance(error, LeaveOutError) else f"not {short(value)}"
             self.leave_out(key, value, str(error), change=change)
@@ -608,7 +596,7 @@ class Conversion:
 
     def default(self, key: str, value: Any) -> None:
         """A default of the other tool, where its file says nothing about the same thing."""
-        for target, meant in (_as(key) if "." in key else rule_of(key))(value, {}).items():
+        for target, meant in applied({_ANY: key} if "." in key else rule_of(key), value, {}).items():
             if target not in self.values and target not in self.refused:
                 self.values[target] = self.defaults[target] = meant
                 self.sources[target] = (f"{key} (default of {self.tool})", value)

@@ -339,6 +339,34 @@ _MEDIA: Mapping[str, str] = {
 }
 """Keys that only a model of images, video or sound has."""
 
+_MULTIMODAL_NAME = (
+    r"(?i)(^|[-_./\d])(vl|vlm|vla|vision|llava|bakllava|pixtral|intern_?vl|smol_?vlm|paligemma\d?|omni|audio|voxtral"
+    r"|whisper|tts|ocr|idefics|blip|florence|mllama|minicpm[-_]?[vo]|stable-diffusion|sdxl|flux|\dv)([-_.\d]|/*$)"
+    r"(?!.*/[^/])"
+)
+"""Names of models, by their last parts, and of LLaMA-Factory's templates that see or hear."""
+
+_JOBS_OF_VALUES: Mapping[str, Mapping[str, str]] = {
+    "finetuning_type": {
+        **{"^freeze$": PART, "^oft$": "orthogonal fine-tuning (OFT)"},
+        "^(?!(lora|full)$)": "an unknown method",
+    },
+    "adapter": {"^(?!(lora|qlora|none|False|)$)": "another kind of adapter than LoRA"},
+    "lora_task_type": {"^(?!CAUSAL_LM$)": CLASSIFIER},
+    "plugins": {  # folders of axolotl's integrations
+        **{r"\bspectrum\b": PART, r"\bkd\b": DISTILLATION, r"\bnemo_gym\b": REINFORCEMENT},
+        **{r"\bmora\b": "MoRA adapters", r"\bdiffusion\b": "training of a diffusion model"},
+        r"\bllm_compressor\b": "training of a sparse model",
+    },
+    "model_type": {  # axolotl's name of the model's class
+        "Classification|QuestionAnswering|MultipleChoice": CLASSIFIER,
+        "ConditionalGeneration|ImageTextToText|Vision2Seq|Speech|Waveform|Llava|Mllama|Multimodal": MULTIMODAL,
+        "Seq2Seq|MaskedLM": "training of a model that is no decoder",
+    },
+    **dict.fromkeys(("base_model", "model_name_or_path", "template", "chat_template"), {_MULTIMODAL_NAME: MULTIMODAL}),
+}
+"""Key -> pattern in the text of its value -> the job that it asks for."""
+
 # Settings of other trainers' data sets.
 
 TEMPLATED = "rows are put into the chat template where the tokenizer has one"
@@ -481,6 +509,23 @@ def answer_of(key: str, kinds: tuple[AnswerKind, ...] = _OF_KEYS, *, begins: boo
 def _beginning(key: str, kinds: tuple[AnswerKind, ...]) -> Iterator[Answer]:
     for kind in kinds:
         yield from (found for name, found in _named(kind).items() if name[-1:] == "*" and key.startswith(name[:-1]))
+
+
+def is_off(value: object) -> bool:
+    """Whether a line asks for nothing."""
+    return value is None or value is False or value in ("", [], {}) or value == "none"
+
+
+def other_job(key: str, value: object) -> str | None:
+    """The job that no recipe does for which a line of another trainer's file asks."""
+    if value is None:
+        return None
+    if asked := [job for pattern, job in _JOBS_OF_VALUES.get(key, {}).items() if re.search(pattern, str(value))]:
+        return asked[0]
+    if answer_of(key, ("media",)):
+        return MULTIMODAL
+    found = None if is_off(value) else answer_of(key, ("job",), begins=True)
+    return found and found.text
 
 
 def hint_for(key: str) -> str | None:

@@ -232,27 +232,6 @@ def test_words_of_other_trainers_are_read(tmp_path: Path, line: str, expected: d
     assert load_recipe(write(tmp_path, SMALLEST), line.replace(": ", "=").split()).recipe == loaded.recipe
 
 
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        *((f"{key}: {job}", "which TRL does") for key in ("method", "objective", "stage") for job in ("grpo", "ppo")),
-        *((f"{key}: kto", "not here, but in TRL") for key in ("method", "objective", "stage", "rl")),
-        ("method: dora", "write `method: lora` and `lora: {use_dora: true}`"),
-        ("method: dpo", "write `objective: dpo`"),
-        ("method: freeze", "name what stays as it is: frozen_parameters"),
-        ("optim: adamw_torch_4bit", "the nearest is adamw_8bit"),
-        *(
-            (line, "metrics.jsonl has every step")
-            for line in ("report_to: swanlab", "report_to: [tensorboard, swanlab]")
-        ),
-        *((f"{key}: 1", "images are not trained here") for key in ("image_max_pixels", "processor_type", "images")),
-    ],
-)
-def test_words_without_a_counterpart_are_answered(tmp_path: Path, line: str, answer: str) -> None:
-    (found,) = problems_of(write(tmp_path, SMALLEST + line + "\n"))
-    assert answer in found and found.startswith("mine.yaml:4: ") or f"{tmp_path}/mine.yaml:4: " in found, found
-
-
 def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
     """Story: `method=full` under a recipe without a rate trained all weights at 2e-4, and pairs too."""
     rates = {
