@@ -5,17 +5,47 @@ Each is accepted with one line of notice. An alias beside the key it stands for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
 from roundpipe_cli.recipe.foreign import answer_of, answer_to, is_off
 
-Writes = dict[str, Any]
+Writes = Mapping[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
 
-AliasConversion = Callable[[Any], Writes]
-"""May raise ValueError with a sentence: this value has no counterpart here."""
+
+class LeaveOutError(ValueError):
+    """A line is left out, for the reason given; `change` says what training does instead, where that differs."""
+
+    def __init__(self, reason: str, change: str | None = None) -> None:
+        super().__init__(reason)
+        self.change = change
+
+
+ANY: Any = object()
+"""Stands for every value that a table does not name."""
+Rule = Callable[..., Writes] | Mapping[Any, Writes | LeaveOutError | str]
+"""A key's meaning, by a function or by a table of values. A text is the recipe's key of the same value; in `change` of
+an error `{}` stands for the value. A function may raise ValueError with a sentence: this value has no counterpart."""
+
+
+def applied(rule: Rule, value: Any, *data: Mapping[str, Any]) -> Writes:
+    """What a key with this value writes; `data`: the whole file, for functions that want it.
+
+    Raises:
+        ValueError: the value has no counterpart here.
+    """
+    if callable(rule):
+        return rule(value, *data)
+    named = (one for choice, one in rule.items() if type(choice) is type(value) and choice == value)
+    meant = next(named, rule.get(ANY))
+    if meant is None:
+        raise ValueError("expected one of " + ", ".join(str(choice).lower() for choice in rule))
+    if isinstance(meant, LeaveOutError):
+        raise LeaveOutError(str(meant), meant.change and meant.change.replace("{}", str(value)))
+    return {meant: value} if isinstance(meant, str) else meant
+
 
 NAMES = {
     "model": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path",
@@ -64,28 +94,12 @@ NOTES = {
 """Key of another trainer -> a note for those who are used to it."""
 
 
-def _renamed(target: str) -> AliasConversion:
-    return lambda value: {target: value}
+def _precision(dtype: str) -> Rule:
+    otherwise = LeaveOutError(f"write `dtype: {dtype}` or delete the line")
+    return {**dict.fromkeys((True, "auto", "full"), {"dtype": dtype}), False: {}, None: {}, ANY: otherwise}
 
 
-def _one_of(choices: dict[Any, Writes], otherwise: str | None = None) -> AliasConversion:
-    """A fixed table of values; of anything else it says `otherwise`."""
-
-    def writes_of(value: Any) -> Writes:
-        for choice, writes in choices.items():
-            if type(choice) is type(value) and choice == value:
-                return dict(writes)
-        raise ValueError(otherwise or "expected one of " + ", ".join(str(choice).lower() for choice in choices))
-
-    return writes_of
-
-
-def _precision(dtype: str) -> AliasConversion:
-    choices: dict[Any, Writes] = {**dict.fromkeys((True, "auto", "full"), {"dtype": dtype}), False: {}, None: {}}
-    return _one_of(choices, f"write `dtype: {dtype}` or delete the line")
-
-
-def _words(target: str) -> AliasConversion:
+def _words(target: str) -> Rule:
     """LLaMA-Factory: words with commas between them; `all` modules are the linear ones."""
 
     def writes_of(value: Any) -> Writes:
@@ -108,36 +122,37 @@ def _job(value: Any) -> Writes:
     raise ValueError(answer_to("objective", str(value)) or f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}")
 
 
-_ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
-_FULL_OR_LORA: dict[Any, Writes] = {"lora": {"method": "lora"}, "full": {"method": "full"}}
-_FUSED: dict[Any, Writes] = {True: {"kernels": "auto"}, False: {}}
-_RECOMPUTES: dict[Any, Writes] = {True: {"pipeline.recompute": "stage"}, False: {"pipeline.recompute": "none"}}
-_QLORA: dict[Any, Writes] = {"qlora": {"method": "lora", "load_in_4bit": True}}
+_QLORA: Writes = {"method": "lora", "load_in_4bit": True}
+_FULL_OR_LORA: Mapping[Any, Writes] = {"lora": {"method": "lora"}, "full": {"method": "full"}}
+_ON_INPUTS: Rule = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
 
-ALIASES: dict[str, AliasConversion] = {
-    **{name: _renamed(target) for target, names in NAMES.items() for name in names.split()},
+ALIASES: dict[str, Rule] = {
+    **{name: {ANY: target} for target, names in NAMES.items() for name in names.split()},
     "bf16": _precision("bfloat16"),
     "fp16": _precision("float16"),
-    "adapter": _one_of({**_FULL_OR_LORA, **_QLORA, None: {"method": "full"}}),
-    "finetuning_type": _one_of(_FULL_OR_LORA),
-    "use_peft": _one_of({True: {"method": "lora"}, False: {"method": "full"}}),
-    "pipeline.replicas": _one_of({1: {}}),  # was a key; `dispatch: earliest_free` is never slower
-    "quantization_bit": _one_of({4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}, None: {}}),
+    "adapter": {**_FULL_OR_LORA, "qlora": _QLORA, None: {"method": "full"}},
+    "finetuning_type": _FULL_OR_LORA,
+    "use_peft": {True: {"method": "lora"}, False: {"method": "full"}},
+    "pipeline.replicas": {1: {}},  # was a key; `dispatch: earliest_free` is never slower
+    "quantization_bit": {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}, None: {}},
     "lora_target": _words("lora.target_modules"),
     "additional_target": _words("lora.modules_to_save"),
     **dict.fromkeys(("tokens", "added_tokens", "new_tokens", "add_new_tokens", *SPECIAL_TOKENS), _words("add_tokens")),
-    "lora_target_linear": _one_of({True: {"lora.target_modules": "all-linear"}, False: {}, None: {}}),
+    "lora_target_linear": {True: {"lora.target_modules": "all-linear"}, False: {}, None: {}},
     "dataset_name": lambda value: {"datasets": [{"path": value}]},
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _one_of(_ON_INPUTS)),
-    "gradient_checkpointing": _one_of(_RECOMPUTES, "write `pipeline: {recompute: stage}` or delete the line"),
-    "full_determinism": _one_of({True: {"deterministic": True}, False: {}, None: {}}),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _ON_INPUTS),
+    "gradient_checkpointing": {
+        **{True: {"pipeline.recompute": "stage"}, False: {"pipeline.recompute": "none"}},
+        ANY: LeaveOutError("write `pipeline: {recompute: stage}` or delete the line"),
+    },
+    "full_determinism": {True: {"deterministic": True}, False: {}, None: {}},
     **dict.fromkeys(("stage", "rl"), _job),
-    **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), _one_of(_FUSED)),
-    "freeze_vision_tower": _one_of({True: {}}),
-    **dict.fromkeys(("flash_attention", "strict"), _one_of({True: {}, False: {}, None: {}})),
-    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers"), lambda value: {}),
-    "do_train": _one_of({True: {}}),
-    "auto_resume_from_checkpoints": _one_of({True: {"resume_from_checkpoint": "auto"}, False: {}}),
+    **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), {True: {"kernels": "auto"}, False: {}}),
+    "freeze_vision_tower": {True: {}},
+    **dict.fromkeys(("flash_attention", "strict"), {True: {}, False: {}, None: {}}),
+    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers"), {ANY: {}}),
+    "do_train": {True: {}},
+    "auto_resume_from_checkpoints": {True: {"resume_from_checkpoint": "auto"}, False: {}},
 }
 """Dotted key of another trainer -> its meaning here."""
 
@@ -192,22 +207,18 @@ def was_off(key: str, value: Any) -> bool:
     return key in REMOVED and (is_off(value) or value == 0)
 
 
-def conversion_of(key: str, value: Any) -> AliasConversion | None:
+def conversion_of(key: str, value: Any) -> Rule | None:
     """The meaning of a key of another trainer, or of its value for one of ours; None: it is no such key."""
     if key == "method" and isinstance(value, str) and value.lower() == "qlora":
-        return lambda value: dict(_QLORA["qlora"])
+        return {ANY: _QLORA}
     if key in REMOVED:
-        return _refused(REMOVED[key], is_off_now=was_off(key, value))
+        return {ANY: {} if was_off(key, value) else LeaveOutError(REMOVED[key])}
     return ALIASES.get(key)
 
 
-def refusal_of(key: str, value: Any) -> AliasConversion | None:
+def refusal_of(key: str, value: Any) -> Rule | None:
     """The answer to a key that only other trainers have, at the top of a recipe or in one of its sections; None: it is
     in no table. Nothing is asked for by one that is off."""
     section, _, name = key.rpartition(".")
     answer = answer_of(name) if section in ("", *SECTIONS) else None
-    return answer and _refused(answer.hint, is_off_now=is_off(value))
-
-
-def _refused(advice: str, *, is_off_now: bool) -> AliasConversion:
-    return (lambda value: {}) if is_off_now else _one_of({}, advice)
+    return answer and {ANY: {} if is_off(value) else LeaveOutError(answer.hint)}

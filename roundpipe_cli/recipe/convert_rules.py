@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
-from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, value_alias
+from roundpipe_cli.recipe.aliases import ALIASES, ANY, SPECIAL_TOKENS, LeaveOutError, Rule, Writes, applied, value_alias
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_tables import OTHER_TEMPLATES, TEMPLATE_FAMILIES, UNKNOWN, UNSLOTH_USUAL, Tool
 from roundpipe_cli.recipe.foreign import CROSS_ENTROPY, answer_of, is_off
@@ -23,14 +23,6 @@ from roundpipe_cli.recipe.strict_yaml import shown_value
 # Rules: from a line of a file to values of a recipe.
 
 
-class LeaveOutError(ValueError):
-    """A line is left out, for the reason given; `change` says what training does instead, where that differs."""
-
-    def __init__(self, reason: str, change: str | None = None) -> None:
-        super().__init__(reason)
-        self.change = change
-
-
 class Partly(dict[str, Any]):
     """Writes that do nearly what the line says; `change` names the difference."""
 
@@ -40,39 +32,21 @@ class Partly(dict[str, Any]):
 
 
 Data = Mapping[str, Any]
-_ANY: Any = object()
-"""Stands for every value that a rule does not name."""
-Meaning = Writes | LeaveOutError | str
-"""Dotted recipe keys with values, of which none is None; nothing where the line changes nothing. A text is the recipe's
-key of the same value; in `change` of an error `{}` stands for the value."""
-ConversionRule = Callable[[Any, Data], Writes] | Mapping[Any, Meaning]
-"""From a value and the whole file, or from the value alone. A function may raise LeaveOutError, or another ValueError
-where this value has no counterpart."""
 
 
-def applied(rule: ConversionRule, value: Any, data: Data) -> Writes:
-    """The writes of a rule.
-
-    Raises:
-        ValueError: the line is left out.
-    """
-    if callable(rule):
-        return rule(value, data)
-    named = (one for choice, one in rule.items() if type(choice) is type(value) and choice == value)
-    meant = next(named, rule.get(_ANY, {}))
-    if isinstance(meant, LeaveOutError):
-        raise LeaveOutError(str(meant), meant.change and meant.change.format(value))
-    return {meant: value} if isinstance(meant, str) else meant
-
-
-def _only(usual: tuple[Any, ...], reason: str, change: str) -> ConversionRule:
+def _only(usual: tuple[Any, ...], reason: str, change: str) -> Rule:
     """Values that ask for what is always done here; of others the line is left out."""
-    return {**dict.fromkeys(usual, {}), _ANY: LeaveOutError(reason, change)}
+    return {**dict.fromkeys(usual, {}), ANY: LeaveOutError(reason, change)}
 
 
-def _unless_false(change: str) -> ConversionRule:
+def _unless_false(change: str) -> Rule:
     """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
-    return {False: LeaveOutError("cannot be turned off here", change)}
+    return {False: LeaveOutError("cannot be turned off here", change), ANY: {}}
+
+
+def _if_true(writes: Writes) -> Rule:
+    """A switch that changes nothing where it is off."""
+    return {True: writes, ANY: {}}
 
 
 # The objective of another tool's file, and its keys for losses that compare answers.
@@ -305,7 +279,7 @@ def _new_tokens(value: Any, data: Data) -> Writes:
     section = data.get("special_tokens")
     more = section.get(_MORE) if isinstance(section, dict) else None
     given = [data.get(key) for key in ("add_tokens", "tokens", *SPECIAL_TOKENS)] + [more]
-    lists = [ALIASES["tokens"](one)["add_tokens"] for one in given if one]
+    lists = [applied(ALIASES["tokens"], one)["add_tokens"] for one in given if one]
     if not all(isinstance(one, list) for one in lists):
         raise LeaveOutError("no list of words", "no tokens are added")
     return {"add_tokens": list(dict.fromkeys(word for one in lists for word in one))} if value else {}
@@ -350,7 +324,7 @@ BY_STEPS = {"save_steps": ("save_strategy",), "eval_steps": ("eval_strategy", "e
 """Number of steps -> the keys that say whether steps count."""
 
 
-def _steps(key: str) -> ConversionRule:
+def _steps(key: str) -> Rule:
     """A number of steps, which transformers does not read with another strategy."""
     strategies = ("epoch", "no", False, "best")
     return lambda value, data: {} if any(data.get(name) in strategies for name in BY_STEPS[key]) else {key: value}
@@ -366,7 +340,7 @@ def _eval_strategy(value: Any, data: Data) -> Writes:
     return {"eval_steps": steps} if steps else {}
 
 
-def _per_epoch(target: str) -> ConversionRule:
+def _per_epoch(target: str) -> Rule:
     """axolotl's number of saves or evaluations in an epoch: it makes a share of all steps of it."""
 
     def writes_of(value: Any, data: Data) -> Writes:
@@ -404,37 +378,37 @@ _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}
 
 _OWN = frozenset(key for key in known_keys(Recipe) if "." not in key and key != "datasets")
 
-RULES: Mapping[str, ConversionRule] = {
+RULES: Mapping[str, Rule] = {
     **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in UNSLOTH_USUAL.items()},
-    "use_peft": lambda value, data: ALIASES["use_peft"](value),
+    "use_peft": ALIASES["use_peft"],
     # axolotl uploads where there is a name, the others where `push_to_hub` says so
     "hub_model_id": lambda value, data: (
         {"hub_model_id": value} if "base_model" in data or data.get("push_to_hub") is True else {}
     ),
-    "push_to_hub": lambda value, data: applied({True: {} if data.get("hub_model_id") else _NO_NAME}, value, data),
-    "excess_length_strategy": {"raise": {"long_rows": "error"}, _ANY: "long_rows"},
+    "push_to_hub": lambda value, data: applied({True: {} if data.get("hub_model_id") else _NO_NAME, ANY: {}}, value),
+    "excess_length_strategy": {"raise": {"long_rows": "error"}, ANY: "long_rows"},
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),
     "warmup_steps": lambda value, data: {} if not value and data.get("warmup_ratio") else {"warmup_steps": value},
     "warmup_ratio": _warmup_ratio,
     "batch_size": _accumulation_of_batch,
-    **dict.fromkeys(("optimizer", "optim"), {**_NEAR_OPTIMIZERS, _ANY: "optim"}),
+    **dict.fromkeys(("optimizer", "optim"), {**_NEAR_OPTIMIZERS, ANY: "optim"}),
     "lora_target_modules": _lora_targets,
     "peft_init_lora_weights": {
         **dict.fromkeys((True, "default"), {"lora.init": "default"}),
         "gaussian": {"lora.init": "gaussian"},
-        _ANY: LeaveOutError(*_NO_INIT),
+        ANY: LeaveOutError(*_NO_INIT),
     },
-    "peft": {_ANY: LeaveOutError("see lora.init", "the adapters start by lora.init in place of LoftQ")},
+    "peft": {ANY: LeaveOutError("see lora.init", "the adapters start by lora.init in place of LoftQ")},
     "adapter_name_or_path": _adapters,
-    "neat_packing": {True: {"packing": True}},
+    "neat_packing": _if_true({"packing": True}),
     "packing": _packing,
     "packing_strategy": _packing_strategy,
     "truncation_mode": _only(("keep_start",), "the start of a long row is kept", "long rows lose their end"),
-    **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), {True: {"shuffle": False}}),
+    **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _if_true({"shuffle": False})),
     "train_sampling_strategy": {
         **{"sequential": {"shuffle": False}, "random": {"shuffle": True}},
-        _ANY: LeaveOutError("rows come in random order or in theirs", "rows come in random order, not {}"),
+        ANY: LeaveOutError("rows come in random order or in theirs", "rows come in random order, not {}"),
     },
     "ignore_pad_token_for_loss": _unless_false("padding is never trained"),
     "average_tokens_across_devices": _unless_false("the loss is a mean over all tokens of a step"),
@@ -443,7 +417,7 @@ RULES: Mapping[str, ConversionRule] = {
     "max_length": _generated,
     "save_strategy": {
         **{"steps": {}, "epoch": {"save_steps": "epoch"}, **dict.fromkeys(("no", False), {"save_steps": None})},
-        _ANY: LeaveOutError("checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"),
+        ANY: LeaveOutError("checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"),
     },
     **{key: _steps(key) for key in BY_STEPS},
     **dict.fromkeys(BY_STEPS["eval_steps"], _eval_strategy),
@@ -456,54 +430,54 @@ RULES: Mapping[str, ConversionRule] = {
     ),
     **dict.fromkeys(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
-        {False: {}, **dict.fromkeys((True, "auto"), LeaveOutError(_RESUMES)), _ANY: _STARTS_AFRESH},
+        {False: {}, **dict.fromkeys((True, "auto"), LeaveOutError(_RESUMES)), ANY: _STARTS_AFRESH},
     ),
-    "early_stopping_steps": {_ANY: "early_stopping_patience"},
+    "early_stopping_steps": {ANY: "early_stopping_patience"},
     "unfrozen_parameters": _unfrozen,
     **dict.fromkeys(("chat_template", "template"), _template),
     "chat_template_path": _template_path,
-    "chat_template_jinja": {_ANY: "chat_template"},
+    "chat_template_jinja": {ANY: "chat_template"},
     "special_tokens": _tokens,
     **dict.fromkeys(("add_tokens", "tokens"), _new_tokens),
     **dict.fromkeys(SPECIAL_TOKENS, _special),
     "resize_vocab": _resized,
-    **dict.fromkeys(("dtype", "torch_dtype"), {"auto": {}, _ANY: "dtype"}),
+    **dict.fromkeys(("dtype", "torch_dtype"), {"auto": {}, ANY: "dtype"}),
     "bf16": _bf16,
-    **dict.fromkeys(("bfloat16", "pure_bf16"), {True: {"dtype": "bfloat16"}}),
+    **dict.fromkeys(("bfloat16", "pure_bf16"), _if_true({"dtype": "bfloat16"})),
     **{name: {True: {"dtype": name}} for name in ("float16", "float32")},
     "completion_only_loss": lambda value, data: {"train_on_inputs": not value},
-    "assistant_only_loss": {True: {"train_on_inputs": False}},
-    "loss_type": {"dft": LeaveOutError("only cross-entropy is offered", CROSS_ENTROPY)},
+    "assistant_only_loss": _if_true({"train_on_inputs": False}),
+    "loss_type": {"dft": LeaveOutError("only cross-entropy is offered", CROSS_ENTROPY), ANY: {}},
     **dict.fromkeys(("bnb_4bit_quant_type", "quantization_type", "quantization_method"), _only(("nf4", "bnb"), *_NF4)),
     **dict.fromkeys(("lora_bias", "bias"), _only(("none", False), "biases stay frozen", "no biases are trained")),
     "plugins": _plugins,
     **dict.fromkeys(
-        ("do_predict", "predict_with_generate"), {_ANY: LeaveOutError("predictions are no part of training")}
+        ("do_predict", "predict_with_generate"), {ANY: LeaveOutError("predictions are no part of training")}
     ),
     "report_to": lambda value, data: {"report_to": [] if value == ["none"] else value},
-    "use_tensorboard": {True: {"report_to": ["tensorboard"]}},
-    "mix_strategy": _only(("concat",), "rows are mixed by datasets[].weight", "rows are not mixed by {!r}"),
-    "interleave_probs": {_ANY: Partly({}, _SHARES)},
-    "adam_eps": {_ANY: "adam_epsilon"},
+    "use_tensorboard": _if_true({"report_to": ["tensorboard"]}),
+    "mix_strategy": _only(("concat",), "rows are mixed by datasets[].weight", "rows are not mixed by {}"),
+    "interleave_probs": {ANY: Partly({}, _SHARES)},
+    "adam_eps": {ANY: "adam_epsilon"},
 }
 """Key of another tool -> its rule. A later line goes before an earlier one: rules for single keys before tables."""
 
 
-def rule_of(key: str) -> ConversionRule:
+def rule_of(key: str) -> Rule:
     """The rule of a key outside of losses: its own, the answer that recipes give it too, an alias', a recipe key's."""
     if key in RULES:
         return RULES[key]
     answer = answer_of(key, ("advice", "other", "idle"))
     if answer is None and key in _OWN:
         return lambda value, data: {} if is_off(value) and value is not False else {key: value}
-    rule: ConversionRule = {_ANY: LeaveOutError("no counterpart here", UNKNOWN)}
+    rule: Rule = {ANY: LeaveOutError("no counterpart here", UNKNOWN)}
     if answer is not None:
         others = {"other": LeaveOutError("no counterpart here", answer.text), "advice": LeaveOutError(answer.text)}
-        rule = {_ANY: others.get(answer.kind, {})}
+        rule = {ANY: others.get(answer.kind, {})}
     elif key in ALIASES and key != "dataset_name":  # of rows, in a file whose tool reads others
-        rule = lambda value, data: ALIASES[key](value)  # noqa: E731
+        return lambda value, data: {} if is_off(value) else applied(ALIASES[key], value)
     elif answer_of(key, ("idle",), begins=True):
-        rule = {}
+        rule = {ANY: {}}
     return lambda value, data: {} if is_off(value) else applied(rule, value, data)
 
 
@@ -596,7 +570,7 @@ class Conversion:
 
     def default(self, key: str, value: Any) -> None:
         """A default of the other tool, where its file says nothing about the same thing."""
-        for target, meant in applied({_ANY: key} if "." in key else rule_of(key), value, {}).items():
+        for target, meant in applied({ANY: key} if "." in key else rule_of(key), value, {}).items():
             if target not in self.values and target not in self.refused:
                 self.values[target] = self.defaults[target] = meant
                 self.sources[target] = (f"{key} (default of {self.tool})", value)

@@ -20,8 +20,9 @@ from roundpipe_cli.recipe.aliases import (
     ALIASES,
     NOTES,
     REMOVED,
-    AliasConversion,
+    Rule,
     Writes,
+    applied,
     conversion_of,
     refusal_of,
     value_alias,
@@ -414,13 +415,11 @@ def _translate_keys(
             _translate_keys(root, value, (*path, key), findings, notices=notices)
 
 
-def _convert(
-    path: KeyPath, value: Any, conversion: AliasConversion, findings: Findings, *, notices: list[str]
-) -> Writes:
+def _convert(path: KeyPath, value: Any, conversion: Rule, findings: Findings, *, notices: list[str]) -> Writes:
     """The keys that an alias means, with its notice; none, with a finding, where its value has no counterpart."""
     alias = dotted(path)
     try:
-        writes = conversion(value)
+        writes = applied(conversion, value)
     except ValueError as error:
         what = f"{alias} has a value without counterpart here" if alias in ALIASES else f"unknown key {alias}"
         what = f"{alias} is no longer a key" if alias in REMOVED else what
