@@ -57,10 +57,7 @@ _HINT = (
 
 _JOBS = either(("fine-tuning", "pretraining", *PAIR_OBJECTIVES))
 
-_OBJECTIVES = {
-    **{"rm": REWARD, "ppo": REINFORCEMENT},
-    **dict.fromkeys((*PAIR_OBJECTIVES, "kto", "cpo"), PREFERENCES),
-}
+_OBJECTIVES = {**{"rm": REWARD, "ppo": REINFORCEMENT}, **dict.fromkeys((*PAIR_OBJECTIVES, "kto", "cpo"), PREFERENCES)}
 """Values of `rl` and `stage`."""
 
 

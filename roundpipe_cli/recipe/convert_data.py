@@ -329,10 +329,7 @@ _BESIDE = {"system": "system", "tools": "tools"}
 _PAIR = {"chosen": "chosen", "rejected": "rejected"}
 _COLUMNS: Mapping[str, Mapping[str, str]] = {
     "text": {"prompt": "text"},
-    "alpaca": {
-        **{"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
-        **_BESIDE,
-    },
+    "alpaca": {**{"prompt": "instruction", "query": "input", "response": "output", "history": "history"}, **_BESIDE},
     "prompt_completion": {"prompt": "prompt", "response": "completion", "history": "history", **_BESIDE},
     "sharegpt": {"messages": "conversations", **_BESIDE},
     "chat": {"messages": "messages", **_BESIDE},

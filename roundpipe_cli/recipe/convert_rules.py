@@ -98,6 +98,11 @@ def _settings_named(key: str) -> Mapping[str, str]:
 
 _REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
 _BETAS: Mapping[str, str] = _settings_named("beta")
+_OF_REFERENCE = "ref_model ref_model_adapters ref_model_quantization_bit reference_free sync_ref_model"
+_OTHER_TERMS = """
+    pref_ftx rpo_alpha pref_bco_weight ld_alpha dpo_use_weighting use_weighting dpo_loss_weights loss_weights alpha
+    f_divergence_type dpo_norm_loss
+"""
 _SILENT = """
     precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval
     generate_during_eval precompute_ref_batch_size max_prompt_len max_prompt_length max_completion_length
@@ -111,16 +116,8 @@ LOSS_KEYS: Mapping[str, Mapping[str, str] | str] = {
     **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "beta", "trl", "orpo_alpha"), _BETAS),
     **{key: _settings_named(key) for key in ("simpo_gamma", "cpo_alpha", "label_smoothing")},
     "dpo_label_smoothing": {"dpo": "dpo.label_smoothing"},
-    **dict.fromkeys(("ref_model", "ref_model_adapters", "ref_model_quantization_bit"), _REFERENCE),
-    **dict.fromkeys(("reference_free", "sync_ref_model"), _REFERENCE),
-    **dict.fromkeys(("pref_ftx", "rpo_alpha"), "the chosen answers' likelihood has no part in the loss"),
-    "pref_bco_weight": "no classifier's loss is added",
-    "ld_alpha": "every token of an answer weighs the same",
-    **dict.fromkeys(("dpo_use_weighting", "use_weighting"), "every pair weighs the same"),
-    **dict.fromkeys(("dpo_loss_weights", "loss_weights"), "the loss has the weight 1"),
-    "f_divergence_type": "the reverse KL divergence is used",
-    "alpha": "rewards are not transformed (AlphaPO)",
-    "dpo_norm_loss": "the loss is not divided by lengths",
+    **dict.fromkeys(_OF_REFERENCE.split(), _REFERENCE),
+    **dict.fromkeys(_OTHER_TERMS.split(), "the loss is that of its paper, without other terms, weights or divergences"),
     **dict.fromkeys(_SILENT.split(), {}),
 }
 """Keys about losses that compare answers: the recipe's key by objective, none where other jobs read it or the same is

@@ -402,14 +402,8 @@ def _translate_keys(
             value = mapping.pop(key)
             writes = _convert(here, value, conversion, findings, notices=notices)
             for target, meant in writes.items():
-                _move(
-                    root,
-                    here,
-                    tuple(target.split(".")),
-                    meant,
-                    findings=findings,
-                    plain=len(writes) == 1 and meant is value,
-                )
+                is_same = len(writes) == 1 and meant is value
+                _move(root, here, tuple(target.split(".")), meant, findings=findings, plain=is_same)
     for key, value in mapping.items():
         if isinstance(value, dict):
             _translate_keys(root, value, (*path, key), findings, notices=notices)
