@@ -25,13 +25,13 @@ class LeaveOutError(ValueError):
 
 ANY: Any = object()
 """Stands for every value that a table does not name."""
-Rule = Callable[..., Writes] | Mapping[Any, Writes | LeaveOutError | str]
+Rule = Callable[..., Writes] | Mapping[Any, Writes | ValueError | str]
 """A key's meaning, by a function or by a table of values. A text is the recipe's key of the same value; in `change` of
-an error `{}` stands for the value. A function may raise ValueError with a sentence: this value has no counterpart."""
+LeaveOutError `{}` stands for the value. ValueError, which a function may raise: the value has no counterpart."""
 
 
 def applied(rule: Rule, value: Any, *data: Mapping[str, Any]) -> Writes:
-    """What a key with this value writes; `data`: the whole file, for functions that want it.
+    """The writes of a key with this value; `data`: the whole file, for functions that want it.
 
     Raises:
         ValueError: the value has no counterpart here.
@@ -44,6 +44,8 @@ def applied(rule: Rule, value: Any, *data: Mapping[str, Any]) -> Writes:
         raise ValueError("expected one of " + ", ".join(str(choice).lower() for choice in rule))
     if isinstance(meant, LeaveOutError):
         raise LeaveOutError(str(meant), meant.change and meant.change.replace("{}", str(value)))
+    if isinstance(meant, ValueError):
+        raise ValueError(str(meant))
     return {meant: value} if isinstance(meant, str) else meant
 
 
@@ -95,7 +97,7 @@ NOTES = {
 
 
 def _precision(dtype: str) -> Rule:
-    otherwise = LeaveOutError(f"write `dtype: {dtype}` or delete the line")
+    otherwise = ValueError(f"write `dtype: {dtype}` or delete the line")
     return {**dict.fromkeys((True, "auto", "full"), {"dtype": dtype}), False: {}, None: {}, ANY: otherwise}
 
 
@@ -143,7 +145,7 @@ ALIASES: dict[str, Rule] = {
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _ON_INPUTS),
     "gradient_checkpointing": {
         **{True: {"pipeline.recompute": "stage"}, False: {"pipeline.recompute": "none"}},
-        ANY: LeaveOutError("write `pipeline: {recompute: stage}` or delete the line"),
+        ANY: ValueError("write `pipeline: {recompute: stage}` or delete the line"),
     },
     "full_determinism": {True: {"deterministic": True}, False: {}, None: {}},
     **dict.fromkeys(("stage", "rl"), _job),
@@ -212,7 +214,7 @@ def conversion_of(key: str, value: Any) -> Rule | None:
     if key == "method" and isinstance(value, str) and value.lower() == "qlora":
         return {ANY: _QLORA}
     if key in REMOVED:
-        return {ANY: {} if was_off(key, value) else LeaveOutError(REMOVED[key])}
+        return {ANY: {} if was_off(key, value) else ValueError(REMOVED[key])}
     return ALIASES.get(key)
 
 
@@ -221,4 +223,4 @@ def refusal_of(key: str, value: Any) -> Rule | None:
     in no table. Nothing is asked for by one that is off."""
     section, _, name = key.rpartition(".")
     answer = answer_of(name) if section in ("", *SECTIONS) else None
-    return answer and {ANY: {} if is_off(value) else LeaveOutError(answer.hint)}
+    return answer and {ANY: {} if is_off(value) else ValueError(answer.hint)}

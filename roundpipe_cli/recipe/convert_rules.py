@@ -441,7 +441,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("dtype", "torch_dtype"), {"auto": {}, ANY: "dtype"}),
     "bf16": _bf16,
     **dict.fromkeys(("bfloat16", "pure_bf16"), _if_true({"dtype": "bfloat16"})),
-    **{name: {True: {"dtype": name}} for name in ("float16", "float32")},
+    **{name: _if_true({"dtype": name}) for name in ("float16", "float32")},
     "completion_only_loss": lambda value, data: {"train_on_inputs": not value},
     "assistant_only_loss": _if_true({"train_on_inputs": False}),
     "loss_type": {"dft": LeaveOutError("only cross-entropy is offered", CROSS_ENTROPY), ANY: {}},
