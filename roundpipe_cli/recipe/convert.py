@@ -49,7 +49,7 @@ from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
 from roundpipe_cli.units import counted, either
 
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
-# Settings that only change the way there are converted, and named in the first line (`convert_tables.CHANGES`).
+# Settings that only change the way there are converted, and named in the first line.
 
 _HINT = (
     f"{either(PAIR_OBJECTIVES)} is converted; a file of TRL that does not say which: --objective {PAIR_OBJECTIVES[0]}"

@@ -340,7 +340,7 @@ _MEDIA: Mapping[str, str] = {
 """Keys that only a model of images, video or sound has."""
 
 _MULTIMODAL_NAME = (
-    r"(?i)(^|[-_./\d])(vl|vlm|vla|vision|llava|bakllava|pixtral|intern_?vl|smol_?vlm|paligemma\d?|omni|audio|voxtral"
+    r"(?is)(^|[-_./\d])(vl|vlm|vla|vision|llava|bakllava|pixtral|intern_?vl|smol_?vlm|paligemma\d?|omni|audio|voxtral"
     r"|whisper|tts|ocr|idefics|blip|florence|mllama|minicpm[-_]?[vo]|stable-diffusion|sdxl|flux|\dv)([-_.\d]|/*$)"
     r"(?!.*/[^/])"
 )
