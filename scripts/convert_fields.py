@@ -38,8 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.convert import convert_file
-from roundpipe_cli.recipe.convert_rules import Conversion
-from roundpipe_cli.recipe.convert_tables import Tool
+from roundpipe_cli.recipe.convert_rules import Conversion, Tool
 from roundpipe_cli.recipe.load import load_text
 
 ROOT = Path(__file__).resolve().parents[1]

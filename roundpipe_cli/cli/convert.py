@@ -45,7 +45,7 @@ def convert(
     say(f"reading {file} ...")
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.recipe.convert import convert_file, refuse_scripts
-    from roundpipe_cli.recipe.convert_tables import TOOLS
+    from roundpipe_cli.recipe.convert_rules import TOOLS
     from roundpipe_cli.recipe.shipped import refuse_rows
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
     from roundpipe_cli.regular_files import read_regular

@@ -23,30 +23,79 @@ from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
 from roundpipe_cli.recipe.convert_rules import (
     BY_STEPS,
     PAIR_STAGE,
+    TOOLS,
+    UNKNOWN,
     Conversion,
     Job,
+    Tool,
     has_reference,
     is_pairs,
     job_of,
     reads_loss_key,
     short,
 )
-from roundpipe_cli.recipe.convert_tables import (
-    DEFAULTS,
-    LOGGING_STEPS,
-    PEFT_TARGETS,
-    REQUIRED,
-    SIGNS,
-    TOOLS,
-    UNKNOWN,
-    UNSLOTH,
-    Tool,
-)
 from roundpipe_cli.recipe.foreign import EVALUATION, PREFERENCES, REINFORCEMENT, REWARD, SHARING_KEYS, is_off, other_job
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
 from roundpipe_cli.units import counted, either
+
+_SIGNS: Mapping[Tool, tuple[str, ...]] = {
+    "axolotl": (
+        *("base_model", "sequence_len", "adapter", "sample_packing", "micro_batch_size", "num_epochs", "optimizer"),
+        *("lr_scheduler", "lora_target_linear", "flash_attention", "val_set_size", "special_tokens", "model_type"),
+    ),
+    "llama-factory": (
+        *("finetuning_type", "template", "cutoff_len", "stage", "do_train", "dataset", "dataset_dir", "lora_target"),
+        *("lora_rank", "plot_loss", "overwrite_cache", "quantization_bit", "val_size", "infer_backend", "export_dir"),
+    ),
+    "trl": (
+        *("dataset_name", "dataset_mixture", "use_peft", "lora_r", "lora_target_modules", "max_length", "torch_dtype"),
+        *("dtype", "dataset_train_split", "dataset_num_proc", "assistant_only_loss", "eos_token", "model_revision"),
+    ),
+}
+"""Keys that identify a tool's file: it belongs to the tool with most of its keys."""
+
+_OF_TRANSFORMERS = {
+    **{"num_train_epochs": 3, "packing": False, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+    **{"learning_rate": 5.0e-5, "lr_scheduler_type": "linear", "warmup_steps": 0},
+}
+_PEFT_TARGETS = ("q_proj", "v_proj")
+"""The modules that PEFT adapts in most architectures where none are named."""
+
+_DEFAULTS: Mapping[tuple[Tool, str], Mapping[str, Any]] = {
+    ("axolotl", "all"): {
+        **{"num_epochs": 1, "packing": False, "gradient_accumulation_steps": 1, "micro_batch_size": 1},
+        **{"lr_scheduler": "cosine", "warmup_ratio": 0.03, "sequence_len": 512, "excess_length_strategy": "drop"},
+        **{"save_total_limit": 4, "save_strategy": "epoch"},
+    },
+    ("axolotl", "simpo"): {"simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
+    ("axolotl", "lora"): {"lora_dropout": 0.0, "lora_target_modules": list(_PEFT_TARGETS)},
+    ("llama-factory", "all"): {**_OF_TRANSFORMERS, "cutoff_len": 2048, "logging_steps": 500, "save_steps": 500},
+    ("llama-factory", "pretraining"): {"packing": True},
+    ("llama-factory", "orpo"): {"orpo.nll_on_prompt": False},
+    ("llama-factory", "simpo"): {"simpo.beta": 0.1},
+    ("llama-factory", "lora"): {"lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all"},
+    ("trl", "all"): {
+        **_OF_TRANSFORMERS,
+        **{"learning_rate": 2.0e-5, "max_length": 1024, "logging_steps": 10, "save_steps": 500},
+    },
+    ("trl", "dpo"): {"learning_rate": 1.0e-6},
+    ("trl", "orpo"): {"learning_rate": 1.0e-6},
+    ("trl", "simpo"): {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
+    ("trl", "ipo"): {"learning_rate": 1.0e-6},
+    ("trl", "lora"): {
+        **{"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(_PEFT_TARGETS)},
+    },
+}
+"""Defaults of a tool where this one would do something else, in all jobs, in one of them, with LoRA: axolotl 0.19's
+schema and trainer builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
+
+_LOGGING_STEPS: Mapping[Tool, int] = {"axolotl": 10, "llama-factory": 500, "trl": 10}
+"""`logging_steps` of a tool's own, which are also its `eval_steps`; axolotl's are 0.5 % of the steps, at most these."""
+
+_REQUIRED = ("learning_rate", "lora.r", "lora.alpha")
+"""Recipe keys for which axolotl has no default: a file without them takes ours, and the first line says so."""
 
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
 # Settings that only change the way there are converted, and named in the first line.
@@ -183,6 +232,33 @@ def convert_file(
     return result
 
 
+# Files of Unsloth's command line: sections whose keys stand for TRL's arguments, with defaults of their own.
+
+_UNSLOTH: Mapping[str, tuple[str, Any]] = {
+    "model": ("model_name_or_path", None),
+    "data.dataset": ("dataset_name", None),
+    "training.max_seq_length": ("max_length", 2048),
+    "training.load_in_4bit": ("load_in_4bit", True),
+    "training.output_dir": ("output_dir", None),
+    "training.num_epochs": ("num_train_epochs", 3),
+    "training.learning_rate": ("learning_rate", 2.0e-4),
+    "training.batch_size": ("per_device_train_batch_size", 2),
+    "training.gradient_accumulation_steps": ("gradient_accumulation_steps", 4),
+    "training.warmup_steps": ("warmup_steps", None),
+    "training.max_steps": ("max_steps", None),
+    "training.save_steps": ("save_steps", None),
+    "training.weight_decay": ("weight_decay", 0.01),
+    "training.random_seed": ("seed", 3407),
+    "training.packing": ("packing", False),
+    "lora.lora_r": ("lora_r", 64),
+    "lora.lora_alpha": ("lora_alpha", 16),
+    "lora.lora_dropout": ("lora_dropout", 0.0),
+    "lora.use_rslora": ("use_rslora", None),
+    "lora.target_modules": ("lora_target_modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
+}
+"""Key with its section -> TRL's argument, and Unsloth's default; None: nothing is said."""
+
+
 def _from_unsloth(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A file for Unsloth as arguments of TRL, which Unsloth calls, and the rest by its names, with their sections."""
     flat: dict[str, Any] = {}
@@ -190,7 +266,7 @@ def _from_unsloth(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     is_lora = flat.pop("training.training_type", "lora") == "lora"
     made: dict[str, Any] = {"use_peft": is_lora}
-    for name, (target, default) in UNSLOTH.items():
+    for name, (target, default) in _UNSLOTH.items():
         if not is_lora and target == "load_in_4bit":
             continue  # where all weights are trained, none are packed
         value = flat.pop(name, default if is_lora or not name.startswith("lora.") else None)
@@ -279,7 +355,7 @@ def _no_training_file(name: str, found: str, hint: str) -> RefusedError:
 
 
 def _tool_of(data: dict[str, Any], name: str) -> Tool:
-    counts = {tool: sum(key in data for key in SIGNS[tool]) for tool in TOOLS}
+    counts = {tool: sum(key in data for key in _SIGNS[tool]) for tool in TOOLS}
     best = max(counts, key=lambda tool: counts[tool])
     needed = "base_model" if best == "axolotl" else "model_name_or_path"
     if not counts[best] or needed not in data:
@@ -289,9 +365,9 @@ def _tool_of(data: dict[str, Any], name: str) -> Tool:
 
 
 def _fill_defaults(result: Conversion) -> None:
-    defaults = {**DEFAULTS[result.tool, "all"], **DEFAULTS.get((result.tool, result.job), {})}
+    defaults = {**_DEFAULTS[result.tool, "all"], **_DEFAULTS.get((result.tool, result.job), {})}
     if result.is_lora:
-        defaults |= DEFAULTS[result.tool, "lora"]
+        defaults |= _DEFAULTS[result.tool, "lora"]
     if result.is_lora and result.tool == "llama-factory":
         rank = result.data.get("lora_rank")
         defaults["lora_alpha"] = 2 * (rank if rank and isinstance(rank, int) else defaults["lora_rank"])
@@ -299,7 +375,7 @@ def _fill_defaults(result: Conversion) -> None:
         said = [name for name in strategies if result.data.get(name) == "steps"]
         is_read = key == "save_steps" or result.values.get("val_set_size") or result.values.get("eval_datasets")
         if said and is_read:
-            usual = {"save_steps": 500, "eval_steps": result.data.get("logging_steps") or LOGGING_STEPS[result.tool]}
+            usual = {"save_steps": 500, "eval_steps": result.data.get("logging_steps") or _LOGGING_STEPS[result.tool]}
             result.default(key, usual[key])
             result.without_effect = [name for name in result.without_effect if name not in said]
     for key, value in defaults.items():
@@ -328,9 +404,9 @@ def _say_defaults(result: Conversion, datasets: list[Entry]) -> None:
     if result.defaults:
         shown = ", ".join(f"{target} {short(value)}" for target, value in result.defaults.items())
         result.notes.append(f"The file does not say, and {tool}'s default is: {shown}.")
-    if result.defaults.get("lora.target_modules") == list(PEFT_TARGETS):
+    if result.defaults.get("lora.target_modules") == list(_PEFT_TARGETS):
         result.notes.append("PEFT adapts q_proj and v_proj in most models, other modules in some: check the model's.")
-    for target in REQUIRED if tool == "axolotl" else ():
+    for target in _REQUIRED if tool == "axolotl" else ():
         is_used = result.values["method"] == "lora" or not target.startswith("lora.")
         if is_used and target not in result.values and target not in result.refused:
             result.change(target, f"the file has none, and {tool} has no default: this program's own is used")

@@ -10,8 +10,7 @@ from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.recipe.convert_rules import Conversion, is_pairs
-from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FIELD_COLUMNS, Tool
+from roundpipe_cli.recipe.convert_rules import Conversion, Tool, is_pairs
 from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of, is_off
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
@@ -150,6 +149,17 @@ def _message_type(role: Any, content: Any, where: str, *, roles: Iterable[tuple[
 
 # axolotl's datasets. Of preference pairs, the `type` names the columns of a row.
 
+_TYPES: Mapping[str, str] = {
+    **{"alpaca": "alpaca", "completion": "text", "chat_template": "chat", "sharegpt": "sharegpt", "text": "text"},
+    **{"chat": "chat", "pretrain": "text", "prompt_completion": "prompt_completion"},
+}
+"""axolotl's `type` of a dataset (its first word) -> ours."""
+
+_FIELD_COLUMNS: Mapping[str, str] = {
+    **{"field_instruction": "instruction", "field_input": "input", "field_output": "output", "field": "text"},
+    **{"field_messages": "messages", "text_column": "text"},
+}
+"""Names of columns in axolotl's datasets -> ours."""
 _PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
 """axolotl's shapes of rows, the second word of a `type`, whose prompt has a column of its own."""
 _PLAIN = ("", "default", "argilla", "argilla_chat")
@@ -204,7 +214,7 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
         messages = item.pop("field_messages", None) or "messages"
         columns["conversations" if entry["type"] == "sharegpt" else "messages"] = messages
         _axolotl_rules(item, entry, where, result)
-    return _finished(entry, item, where, result, columns=columns, known=FIELD_COLUMNS)
+    return _finished(entry, item, where, result, columns=columns, known=_FIELD_COLUMNS)
 
 
 def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
@@ -219,7 +229,7 @@ def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
 
 def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
     first = kind.partition(".")[0].partition(":")[0]
-    known = DATASET_TYPES.get(first)
+    known = _TYPES.get(first)
     if known == "alpaca" and kind not in ("alpaca", "alpaca.default", "alpaca:instruct"):  # this program's prompt
         result.change(f"type: {kind}", "rows are put into the Alpaca prompt, not into axolotl's")
     if known is None or not (kind in (first, f"{first}.default") or known == "alpaca"):

@@ -7,18 +7,23 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, ANY, SPECIAL_TOKENS, LeaveOutError, Rule, Writes, applied, value_alias
 from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert_tables import OTHER_TEMPLATES, TEMPLATE_FAMILIES, UNKNOWN, UNSLOTH_USUAL, Tool
 from roundpipe_cli.recipe.foreign import CROSS_ENTROPY, answer_of, is_off
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import shown_value
+
+Tool = Literal["axolotl", "llama-factory", "trl"]
+TOOLS: tuple[Tool, ...] = get_args(Tool)
+
+UNKNOWN = "no key that is known here: what it does to training is not done"
+"""Reason to leave out a key of no table, of another release or a plugin: any of them may change what is trained."""
 
 # Rules: from a line of a file to values of a recipe.
 
@@ -240,6 +245,29 @@ def _unfrozen(value: Any, data: Data) -> Writes:
     return Partly({"frozen_parameters": [frozen]}, "frozen_parameters names the opposite; check the names")
 
 
+_OTHER_TEMPLATES = ("alpaca", "chatml", "default", "empty", "fewshot", "inst", "metharme", "vicuna", "ziya")
+"""Chat templates that belong to no model: naming one overrides the tokenizer's own."""
+
+_TEMPLATE_FAMILIES: Mapping[str, str] = {
+    "qwen": r"qwen(1\.5|2)",
+    "gemma": r"gemma-?(2b|7b|1\.1)",
+    "smollm": r"smollm-",
+    "phi": r"phi-?3",
+    "phi_small": r"phi-?3-small",
+    "cohere": r"command-r|aya",
+    "deepseek": r"deepseek-(v2|llm|moe)",
+    "deepseek3": r"deepseek-v3",
+    "deepseek_v2": r"deepseek-v2",
+    "deepseekcoder": r"deepseek-coder",
+    "mistral_small": r"mistral-small",
+    "mistral_v1": r"mistral.*v0\.1",
+    "mistral_v2v3": r"mistral.*v0\.[23]",
+    "mistral_v3_tekken": r"mistral-nemo",
+    "mistral_v7_tekken": r"mistral-small",
+    "command_a": r"command-a",
+}
+"""Templates whose name is not, or not only, how the names of their models begin."""
+
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
@@ -252,11 +280,11 @@ def _template(value: Any, data: Data) -> Writes:
         return {}
     model = model.rstrip("/").rpartition("/")[2].lower()
     family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (name, model))
-    pattern = TEMPLATE_FAMILIES.get(name)
+    pattern = _TEMPLATE_FAMILIES.get(name)
     if re.search(pattern, model) if pattern else len(family) > 2 and re.search(f"(?:^|meta){family}", plain):
         return {}
     reason = "the tokenizer's own chat template is used; another one is text or a separate file in the recipe"
-    change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
+    change = f"not the template {value}, but the tokenizer's own" if value in _OTHER_TEMPLATES else None
     raise LeaveOutError(reason, change)
 
 
@@ -373,10 +401,17 @@ _THOUGHTS = "thoughts are as the chat template writes them"
 _SHARES = "shares of the draws become datasets[].weight, shares of an epoch's rows"
 _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
+_UNSLOTH_USUAL: Mapping[str, bool] = {
+    **dict.fromkeys(("lora.vision_all_linear", "lora.use_loftq"), False),
+    **dict.fromkeys((f"lora.finetune_{part}" for part in ("vision_layers", "language_layers")), True),
+    **dict.fromkeys((f"lora.finetune_{part}_modules" for part in ("attention", "mlp")), True),
+}
+"""Keys with the one value that a recipe has a meaning for."""
+
 _OWN = frozenset(key for key in known_keys(Recipe) if "." not in key and key != "datasets")
 
 RULES: Mapping[str, Rule] = {
-    **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in UNSLOTH_USUAL.items()},
+    **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in _UNSLOTH_USUAL.items()},
     "use_peft": ALIASES["use_peft"],
     # axolotl uploads where there is a name, the others where `push_to_hub` says so
     "hub_model_id": lambda value, data: (

@@ -13,8 +13,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, NAMES
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
 from roundpipe_cli.recipe.convert import convert_file
-from roundpipe_cli.recipe.convert_rules import RULES, Conversion
-from roundpipe_cli.recipe.convert_tables import Tool
+from roundpipe_cli.recipe.convert_rules import RULES, Conversion, Tool
 from roundpipe_cli.recipe.foreign import _IDLE, _OTHER, answer_of
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
