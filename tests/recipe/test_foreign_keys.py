@@ -48,6 +48,7 @@ def answer(line: str) -> str:
         ("fsdp_offload_params: true", "layers are streamed"),
         ("reduce_bucket_size: 5e8", "layers are streamed"),
         ("pin_memory: true", "memory is planned"),
+        ("nvme: true", "memory is planned"),
         ("initial_scale_power: 16", "dtype: float16 scales the loss"),
         # names whose words are of two topics, or of another one
         ("unsloth_cross_entropy_loss: true", "kernels: auto"),
