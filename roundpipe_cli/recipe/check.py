@@ -423,7 +423,7 @@ def suggest(key: str, path: KeyPath, siblings: list[str]) -> str | None:
         return shown + near
     by_last = {full.rpartition(".")[2]: full for full in reversed([*everywhere, *ALIASES])}
     near = near_spelling(word, by_last)
-    if near is None or (min(len(word), len(near)) < SHORT_WORD and not set(word) <= set(near)):
+    if near is None or (min(len(word), len(near)) < SHORT_WORD and not set(_plain(word)) <= set(near)):
         return None  # a short word with other letters, such as nvme, is no slip of a key in another section
     return by_last[near]
 
