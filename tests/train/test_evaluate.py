@@ -27,7 +27,10 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_best, list_checkpoints
+from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.evaluate import Evaluator
 from roundpipe_cli.train.intervals import is_due
+from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.result.finish import save_result, verify_best
 from tests.support.e2e import (
     STAGES,
@@ -42,6 +45,7 @@ from tests.support.e2e import (
     write_rows,
 )
 from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches
+from tests.train.test_overlapped_updates import run, trainer_of
 
 SIZES = [(2, 12), (1, 7), (2, 9), (1, 12), (2, 5)]
 EVALUATION = (
@@ -241,6 +245,47 @@ def test_the_best_weights_are_the_result(folder: Path) -> None:
     assert f"eval {best}/4" in done.out
     report = json.loads((out / "report.json").read_text())["evaluation"]
     assert (report["best_step"], report["result_is_best"]) == (best, True)
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, losses: list[float]) -> list[tuple[int, bool]]:
+    """(step, whether it is the best so far) of a run's evaluations, whose losses are made up."""
+    monkeypatch.setattr(Evaluator, "_loss", lambda self, done: (float(losses[done - 1]), 7, None))
+    run(trainer)
+    return [(row["step"], row["best"]) for row in evaluations(trainer.output_dir)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "num_steps"),
+    [
+        ([3, 2, 1, 0.5, 0.4, 0.3], [1, 2, 3, 4, 5, 6], 6),
+        ([3, 4, 2, 5, 1, 6], [1, 3, 5], 6),  # worse, better, worse: counted from the best again
+        ([3, 4, 5, 1, 1, 1], [1], 3),
+        ([3, 2, 2, 1, 1, 1], [1, 2, 4], 6),  # as good as the best is no better
+        ([3, 3, 3, 1, 1, 1], [1], 3),
+        ([3, 4, 3.5, 1, 1, 1], [1], 3),  # better than the one before, not than the best
+        ([2, 3, 1, 2, 2, 0.5], [1, 3], 5),
+    ],
+)
+def test_patience_counts_evaluations_since_the_best(
+    losses: list[float],
+    best: list[int],
+    num_steps: int,
+    tmp_path: Path,
+    two_blocks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With patience 2; also where the run is resumed between any two of them, and the best weights are the result."""
+    words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=2", "load_best_model_at_end=true")
+    words = (*words, "save_steps=1", "save_total_limit=9")
+    whole = trainer_of(tmp_path / "whole", two_blocks, *words)
+    want = [(step, step in best) for step in range(1, num_steps + 1)]
+    assert evaluated(monkeypatch, whole, losses) == want
+    report = json.loads((whole.output_dir / "report.json").read_text())
+    assert report["evaluation"]["stopped_early"] == (num_steps < 6 or losses[-2:] == [1, 1])
+    assert report["evaluation"]["best_step"] == best[-1] and report["evaluation"]["result_is_best"]
+    checkpoint = load_newest(whole.output_dir, whole.output_dir / "step-00000002")
+    again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint)
+    assert evaluated(monkeypatch, again, losses) == want
 
 
 def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
