@@ -256,6 +256,47 @@ def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: P
     assert short == long[: long.index(long[3]) + 1]
 
 
+def test_an_answer_ends_at_the_end_of_turn_wherever_it_is_given(trained: Path, tmp_path: Path) -> None:
+    """That of a template, neither the tokenizer's own end nor in the base's settings: by `generate`, in an
+    evaluation's samples, merged, and in the files for llama.cpp and Ollama."""
+    from gguf import GGUFReader
+
+    work = tmp_path / "work"
+    shutil.copytree(trained, work)
+    words = ("Say x1: ", "--max-new-tokens", "12", "--dtype", "float32", "--offline", "--json")
+    tokenizer = make_tokenizer()
+    turns = [{"role": "user", "content": words[0]}, {"role": "assistant", "content": "x"}]
+    asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    long = model.generate(input_ids=asked, max_new_tokens=12, do_sample=False)[0, asked.shape[1] :].tolist()
+    end = next(token for place, token in enumerate(long) if place > 2 and token not in long[:place])
+    mark = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
+    of_role = f"{{{{ '{mark}' if message['role'] == 'assistant' else eos_token }}}}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", of_role)
+    other = next(token for token in range(10, 99) if token not in long)
+    (work / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, other]}))
+    for folder in ("model", "out"):
+        tokenizer.save_pretrained(work / folder)
+    (work / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    chats = ("datasets=[{path: chats.jsonl}]", "eval_datasets=[{path: chats.jsonl}]", "val_set_size=0")
+    samples = ("eval_samples=1", "eval_max_new_tokens=12", "learning_rate=1e-12", "output_dir=chat")
+    finetune(work, *chats, *samples).expect(0)
+    tokens = long.index(end)
+    want = make_tokenizer().decode(long[:tokens])
+    (row, *_) = map(json.loads, (work / "chat" / "eval.jsonl").read_text().splitlines())
+    assert row["samples"][0]["answer"] == want
+    run(work, "export", "chat", "--merge", "--to", "merged").expect(0)
+    for folder in ("chat", "merged"):
+        document = json.loads(run(work, "generate", folder, *words).expect(0).out)
+        assert (document["answer"], document["tokens"], document["ended"]) == (want, tokens + 1, True)
+    assert json.loads((work / "merged" / "generation_config.json").read_text())["eos_token_id"] == [2, other, end]
+    assert f'PARAMETER stop "{mark}"' in (work / "merged" / "Modelfile").read_text()
+    run(work, "export", "chat", "--merge", "--gguf", "--to", "file").expect(0)
+    field = GGUFReader(work / "file" / GGUF_NAME).get_field("tokenizer.ggml.eot_token_id")
+    assert field is not None and field.contents() == end
+
+
 @pytest.mark.parametrize(
     ("free_gib", "expected"), [([], None), ([4.0], None), ([4.0, 24.0, 12.0], 1), ([12.4], None), ([12.6], 0)]
 )

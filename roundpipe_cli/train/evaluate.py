@@ -165,7 +165,7 @@ class Evaluator:
         prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
         if not prompts:
             return
-        ends = end_token_ids(tokenizer, self._setup.eval_rows).union(end_tokens(self._setup.base_files.generation))
+        ends = frozenset(end_tokens(self._setup.base_files.generation))  # those of training among them
         most = recipe.eval_max_new_tokens
         answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=ends)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -263,13 +263,6 @@ def prompt_ids(row: Row) -> list[int]:
     """The tokens of a row before the first trained one; of a row that is trained from the start, its first token."""
     trained = (row.labels != IGNORED_LABEL).nonzero()[0]
     return [int(token) for token in row.input_ids[: max(int(trained[0]), 1)]]
-
-
-def end_token_ids(tokenizer: Any, rows: Sequence[Row]) -> frozenset[int]:
-    """Tokens that end an answer: the end of the sequence, and special tokens that end the trained part of `rows`."""
-    ends = {int(row.input_ids[(row.labels != IGNORED_LABEL).nonzero()[0][-1]]) for row in rows}
-    special = ends.intersection(tokenizer.all_special_ids) | {tokenizer.eos_token_id}
-    return frozenset(end for end in special if isinstance(end, int))
 
 
 def greedy_answers(
