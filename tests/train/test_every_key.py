@@ -186,7 +186,7 @@ HELD = {
     "datasets[].weight": "data/test_data_batching.py::test_mixing_by_hand",
     "val_set_size": "train/test_evaluate.py::test_rows_are_held_out_or_trained_never_both",
     "lr_above_peak": "train/test_training_options.py::test_a_rate_above_the_peak_can_be_asked_for",
-    "max_grad_norm": "engine/test_versions.py::test_plain_pytorch_loop",
+    "max_grad_norm": "train/test_training_options.py::test_equal_to_the_libraries",
     "output_dir": "train/test_finetune_result.py::test_a_run_leaves_the_documented_files",
     "eval_steps": "train/test_evaluate.py::test_intervals_by_steps_by_shares_and_by_epochs",
     "eval_samples": "train/test_evaluate.py::test_samples_are_the_greedy_answers_of_generate",
