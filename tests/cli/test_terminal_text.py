@@ -30,6 +30,7 @@ import pytest
 from roundpipe_cli.cli.app import main
 from roundpipe_cli.cli.finetune import next_commands
 from roundpipe_cli.cli.output import UNCUT, wrapped
+from roundpipe_cli.dashboard.live import ENTER, LEAVE
 from tests.support.e2e import REPOSITORY, launch
 from tests.support.model_hub import read_hub_settings_again
 
@@ -115,6 +116,7 @@ def on_a_terminal(
     """
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    settings = termios.tcgetattr(follower)
     environment = {"TERM": "xterm-256color", **variables}
     child = launch(folder, *words, environment=environment, before=partial(take_terminal, os.ttyname(follower))).process
     written, seen, rest = b"", 0, [(before.encode(), typed.encode()) for before, typed in turns]
@@ -132,9 +134,11 @@ def on_a_terminal(
             os.write(leader, typed)
     child.kill()
     child.join()
+    text, settings_after = written.decode(), termios.tcgetattr(follower)
     os.close(leader), os.close(follower)
-    assert not rest and child.exitcode == code, (rest, child.exitcode, written.decode())
-    return written.decode().replace("\r\n", "\n")
+    assert not rest and child.exitcode == code, (rest, child.exitcode, text)
+    assert settings_after == settings and text.count(ENTER) == text.count(LEAVE), "the terminal is as before"
+    return text.replace("\r\n", "\n")
 
 
 def take_terminal(name: str) -> None:

@@ -161,6 +161,8 @@ def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, mod
     assert "done: " in text and "predicted" in text and "step 9/9" in text and "● finished" in text
     assert "roundpipe generate out" in text and "roundpipe export out --merge" in text and "out/report.html" in text
     assert (work / "out" / "report.html").is_file()
+    shown = on_a_terminal(work, 80, "watch", "out", turns=[("● finished", "q")])
+    assert "● finished" in shown.rpartition(LEAVE)[2], "the last frame stays"
 
 
 SHOWN = """import os, time; from pathlib import Path; from rich.console import Console
