@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,7 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
         raise disk_error(error, target, "the GGUF file", needed_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return target, _notes(folder, config, {one.dtype.name.lower() for one in tensors.values() if len(one.shape) > 1})
+    return target, _notes(folder, config, {name: one.dtype.name for name, one in tensors.items() if len(one.shape) > 1})
 
 
 # Metadata.
@@ -423,24 +424,42 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 # Notes.
 
 
-def _notes(folder: Path, config: Any, kinds: Collection[str]) -> list[str]:
-    """Notes on what the file cannot say, and what transformers' reader has otherwise; `kinds`: of its matrices."""
-    from transformers import AutoConfig
-
+def _notes(folder: Path, config: Any, kind_of: Mapping[str, str]) -> list[str]:
+    """Notes on what the file cannot say, and what transformers' reader has otherwise; `kind_of`: its matrices."""
     notes = []
+    kinds = sorted({kind.lower() for kind in kind_of.values()})
     if len(kinds) > 1:
-        notes.append(f"matrices in the GGUF file are {' and '.join(sorted(kinds))}")
+        notes.append(f"matrices in the GGUF file are {' and '.join(kinds)}")
     window, family = _window(config), FAMILIES[config.model_type].architecture
     if family in ("llama", "qwen2", "qwen3") and window:
         notes.append(f"llama.cpp has no sliding window for this family: answers differ beyond {window} tokens")
     scalar = getattr(config, "query_pre_attn_scalar", None)
     if scalar is not None and scalar not in (config.head_dim, config.hidden_size / config.num_attention_heads):
         notes.append(f"attention.scale says query_pre_attn_scalar {scalar}: llama.cpp may take 1/sqrt(head_dim)")
-    read = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF_NAME, trust_remote_code=False)
+    read = _as_transformers_reads(folder.name, config, kind_of)
     other = [name for name in COMPARED if not _same(getattr(read, name, None), getattr(config, name, None))]
     if other:
         notes.append(f"transformers' reader of GGUF files takes no account of {', '.join(other)}; llama.cpp may")
     return notes
+
+
+def _as_transformers_reads(name: str, config: Any, matrices: Iterable[str]) -> Any:
+    """The configuration that transformers makes of the file's sizes and names of matrices, written to a file without
+    tokens: it reads all that there are, which takes seconds."""
+    from gguf import GGUFWriter
+    from transformers import AutoConfig
+
+    with TemporaryDirectory() as made:
+        writer = GGUFWriter(Path(made) / GGUF_NAME, FAMILIES[config.model_type].architecture)
+        writer.add_name(name)  # transformers looks for Mistral there
+        _add_sizes(writer, config)
+        for matrix in matrices:
+            writer.add_tensor(matrix, np.zeros(1, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return AutoConfig.from_pretrained(made, gguf_file=GGUF_NAME, trust_remote_code=False)
 
 
 def _same(first: Any, second: Any) -> bool:
