@@ -210,6 +210,8 @@ class PackedFormat:
     """For readers."""
     bits: int
     """Width of each weight's code."""
+    weight_change: float
+    """Relative root mean square by which normally distributed weights change."""
     weights_per_scale: int | None = WEIGHTS_PER_SCALE
     """None: a scale for each row."""
     needs_bitsandbytes: bool = True
@@ -222,6 +224,12 @@ class PackedFormat:
         return f"load_in_{self.name}"
 
     @property
+    def cost(self) -> str:
+        """Its price in words, with the command for the package that it needs."""
+        package = "; needs `pip install bitsandbytes`" if self.needs_bitsandbytes else ""
+        return f"frozen weights change by {100 * self.weight_change:.2g} %{package}"
+
+    @property
     def bytes_per_param(self) -> float:
         """With the scale that some weights share."""
         return self.bits / 8 + SCALE_BYTES / (self.weights_per_scale or USUAL_ROW)
@@ -230,9 +238,9 @@ class PackedFormat:
 PACKED_FORMATS: Mapping[PackedName, PackedFormat] = {
     kind.name: kind
     for kind in (
-        PackedFormat("4bit", "4 bit", 4),
-        PackedFormat("8bit", "8 bit", 8),
-        PackedFormat("fp8", "FP8", 8, weights_per_scale=None, needs_bitsandbytes=False, passes=2),
+        PackedFormat("4bit", "4 bit", 4, 0.09),
+        PackedFormat("8bit", "8 bit", 8, 0.01),
+        PackedFormat("fp8", "FP8", 8, 0.026, weights_per_scale=None, needs_bitsandbytes=False, passes=2),
     )
 }
 """NF4 (arXiv 2305.14314, without its second quantization), bitsandbytes' blockwise dynamic code, and e4m3."""

@@ -1,5 +1,5 @@
 """The generated tables of recipes/README.md (shipped recipes by their headers, recipe keys, types of rows) and of
-recipes/GUIDE.md (machines, by `plan`: about 3 s of one core each).
+recipes/GUIDE.md (machines, by `plan`).
 
 python scripts/recipe_pages.py           # compare; exit 1 if a page is out of date
 python scripts/recipe_pages.py --write   # write the tables between their markers
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from roundpipe_cli.choices import PACKED_FORMATS, ROW_KINDS
 from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.solve import best_precision
 from roundpipe_cli.recipe.keys import as_markdown, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
@@ -64,49 +65,52 @@ def row_types() -> Iterator[str]:
 MACHINES = (
     ("1x4060,host_memory_gib=16", "qwen3/1.7b_lora_1x16gb"),
     ("1x3070,host_memory_gib=32", "qwen3/4b_lora_1x16gb"),
-    ("1x4060,host_memory_gib=32", "qwen3/8b_lora_1x16gb load_in_4bit=true"),
-    ("1x3060,host_memory_gib=16", "qwen3/4b_lora_1x16gb load_in_4bit=true"),
+    ("1x4060,host_memory_gib=32", "qwen3/8b_lora_1x16gb"),
+    ("1x3060,host_memory_gib=16", "qwen3/4b_lora_1x16gb"),
     ("1x3060,host_memory_gib=32", "llama3.1/8b_lora_1x16gb"),
-    ("1x4070,host_memory_gib=32", "qwen3/14b_lora_1x24gb load_in_4bit=true"),
+    ("1x4070,host_memory_gib=32", "qwen3/14b_lora_1x24gb"),
     ("1x4070,host_memory_gib=64", "gemma3/12b_lora_2x24gb"),
     ("2x3060,host_memory_gib=64", "qwen3/14b_lora_2x24gb"),
     ("1x4060ti-16gb,host_memory_gib=16", "smollm2/1.7b_lora_1x16gb"),
     ("1x4060ti-16gb,host_memory_gib=32", "mistral/7b_lora_1x16gb"),
     ("1x5060ti-16gb,host_memory_gib=64", "qwen3/14b_lora_1x24gb"),
-    ("2x4060ti-16gb,host_memory_gib=64", "qwen3/32b_lora_2x24gb load_in_4bit=true"),
+    ("2x4060ti-16gb,host_memory_gib=64", "qwen3/32b_lora_2x24gb"),
     ("1x3090,host_memory_gib=32", "qwen3/8b_lora_1x24gb"),
-    ("1x3090,host_memory_gib=64", "qwen3/30b-a3b_lora_2x24gb load_in_4bit=true"),
+    ("1x3090,host_memory_gib=64", "qwen3/30b-a3b_lora_2x24gb"),
     ("1x3090,host_memory_gib=96", "gpt-oss/20b_lora_1x24gb"),
     ("1x4090,host_memory_gib=128", "qwen3/30b-a3b_lora_2x24gb"),
-    ("2x3090,host_memory_gib=64", "qwen3/32b_lora_2x24gb load_in_4bit=true"),
+    ("2x3090,host_memory_gib=64", "qwen3/32b_lora_2x24gb"),
     ("2x3090,host_memory_gib=128", "gemma3/27b_lora_2x24gb"),
     ("4x3090,host_memory_gib=128", "qwen3/32b_lora_4x24gb"),
-    ("4x4090,host_memory_gib=128", "llama3.3/70b_lora_4x24gb load_in_4bit=true"),
+    ("4x4090,host_memory_gib=128", "llama3.3/70b_lora_4x24gb"),
 )
-"""(Machine, shipped recipe with what it changes) of the guide, from the smallest card on."""
+"""(Machine, shipped recipe) of the guide, from the smallest card on."""
 TOKENS = 1_000_000
 
 
 def machine_table(machines: Iterable[tuple[str, str]] = MACHINES) -> Iterator[str]:
     """One row for each machine of the guide."""
-    yield f"| machine | model | command | tokens/s | {TOKENS:,} tokens |"
-    yield "|---|---|---|---:|---:|"
-    for hardware, words in machines:
-        yield machine_row(hardware, words)
+    yield f"| machine | model | frozen weights | change by | command | tokens/s | {TOKENS:,} tokens |"
+    yield "|---|---|---|---:|---|---:|---:|"
+    for hardware, recipe in machines:
+        yield machine_row(hardware, recipe)
 
 
-def machine_row(hardware: str, words: str) -> str:
-    """The row of one machine, as `plan` predicts it now."""
-    recipe, *overrides = words.split()
-    plan = make_plan(load_recipe(recipe, overrides), hardware)
-    assert plan.verdict.fits, (hardware, words, plan.verdict.reasons)
+def machine_row(hardware: str, recipe: str) -> str:
+    """The row of one machine, in the precision that `init` takes, as `plan` predicts it now."""
+    plan = make_plan(load_recipe(recipe), hardware)
+    precision = best_precision(plan.question, plan if plan.verdict.fits else None)
+    assert precision is not None, (hardware, recipe, plan.verdict.reasons)
+    plan = make_plan(load_recipe(recipe, precision.overrides), hardware)
     loaded, machine = plan.question.loaded.recipe, MACHINE.fullmatch(hardware)
     assert machine is not None, hardware
-    label = f", {PACKED_FORMATS[loaded.packed_as].label}" if loaded.packed_as else ""
+    packed = PACKED_FORMATS[loaded.packed_as] if loaded.packed_as else None
     cells = [
         f"{machine['gpus']}, {machine['host']} GiB",
-        f"{loaded.model.rpartition('/')[2]}{label}",
-        f"`roundpipe finetune {words}`",
+        loaded.model.rpartition("/")[2],
+        packed.label if packed else "16 bit",
+        f"{100 * packed.weight_change:.2g} %" if packed else "0",
+        f"`roundpipe finetune {' '.join([recipe, *precision.overrides])}`",
         f"{plan.tokens_per_s:,.3g}" if plan.tokens_per_s < 1000 else f"{float(f'{plan.tokens_per_s:.3g}'):,.0f}",
         format_seconds(TOKENS / plan.tokens_per_s),
     ]

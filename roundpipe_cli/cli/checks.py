@@ -34,7 +34,7 @@ CheckState = Literal["good", "note", "fails"]
 
 LEAST_VERSIONS = {name: floor for name, (floor, _, _) in FLOORS.items()}
 OPTIONAL = {
-    "bitsandbytes": "4-bit base weights",
+    "bitsandbytes": "base weights in 8 or 4 bit",
     **dict.fromkeys(FAST_KERNELS, "recurrent blocks at full speed on GPUs, as Qwen3.5 and Qwen3-Next have them"),
     "pynvml": "temperature and power of GPUs in the dashboard",
     "tensorboard": "report_to: [tensorboard]",

@@ -32,7 +32,7 @@ from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import ask, ask_again, hardware_of
-from roundpipe_cli.planning.solve import Change, changed, remedies
+from roundpipe_cli.planning.solve import Change, best_precision, changed, remedies
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, resolve_path
@@ -397,6 +397,11 @@ def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tup
     left_to_user: tuple[str, ...] = ("model=", "gradient_accumulation_steps=")  # as many as the data have rows for
     left_to_user += ("method=",) if keeps_method else ()
     own = next((change for change in found if not change.overrides[0].startswith(left_to_user)), None)
+    if own is None and plan.verdict.fits and loaded.recipe.method == "lora" and not loaded.recipe.load_in_4bit:
+        precision = best_precision(question, plan)
+        if precision is not None and precision.overrides:
+            own, has = precision, format_bytes(question.hardware.host_memory_bytes)
+            why = f"{plan.tokens_per_s:,.0f} tokens/s, {format_bytes(plan.verdict.host.total_bytes)} of {has} of host memory"
     others = [change for change in found if change is not own]
     if own is None and not plan.verdict.fits:
         fitting = fitting_recipe(question, others[0] if others else None)

@@ -1,6 +1,6 @@
 """Remedies for a recipe that does not fit or is slow: the one ladder for `plan`, `plan --solve`, `init` and `finetune`.
 
-    16 bit | FP8 | 8 bit | 4 bit | shorter sequences | lower rank | LoRA       with all weights in host memory
+    16 bit | 8 bit | FP8 | 4 bit | shorter sequences | lower rank | LoRA       with all weights in host memory
     the same ladder                                                            with frozen weights read from the disk
     the nearest smaller model, in 16 bit or packed                             a machine with more memory
 
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 from typing import Any
 
-from roundpipe_cli.choices import PACKED_FORMATS, PackedName
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
@@ -43,13 +43,10 @@ MLP_CHUNK_TOKENS = 4096
 """Tokens that keep large products busy; with 8 of 128 experts a token, each expert gets 256 rows."""
 WORTH = 1.1
 """A change that leaves a plan slow is named if it makes it so many times as fast."""
-PACKED: dict[PackedName, tuple[float, str]] = {
-    "fp8": (1.1, "frozen weights change by 2.6 %"),
-    "8bit": (1.2, "frozen weights change by 1 %; needs bitsandbytes"),
-    "4bit": (1.4, "frozen weights change by 9 %; needs bitsandbytes"),
-}
-"""Formats in the order in which they are tried, with rank and cost (root mean square of normally distributed weights).
-FP8 is first since it needs no other package."""
+HOST_LEFT = 0.05
+"""Share of host memory that a precision leaves free, if any does."""
+SLOWER = 0.03
+"""A precision that changes weights less may be so much slower than the fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,7 @@ def solve(plan: Plan) -> Solution:
     if summary_of(plan).word != "FITS":
         now = plan if plan.verdict.fits else None
         changes += islice(_changes(question, now), NUM_CHANGES)
-        rest = sorted([*_machines(question), *_smaller_models(question)], key=lambda change: change.rank)
-        planned = (_with_speed(question, change) for change in rest)
+        planned = (_with_speed(question, change) for change in chain(_machines(question), _smaller_models(question)))
         good = (one for one in planned if one and one.word == "FITS" and (now is None or one.speed > now.tokens_per_s))
         changes += islice(good, NUM_CHANGES - len(changes))
     cache = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
@@ -133,8 +129,7 @@ def best_remedies(question: PlanRequest, now: Plan | None) -> tuple[Change, ...]
     found = list(islice(_changes(question, now), 1))
     if not found or found[0].word != "FITS":
         least = max((WORTH * change.speed for change in found), default=0.0)
-        planned = (_with_speed(question, change) for change in _smaller_models(question))
-        nearest = next((change for change in planned if change is not None and change.word == "FITS"), None)
+        nearest = next((change for change in _smaller_models(question) if change.word == "FITS"), None)
         found += [nearest] if nearest is not None and nearest.speed >= least else []
     return tuple(found)
 
@@ -143,38 +138,81 @@ def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
     """Changes of the recipe with their speeds, the cheapest first."""
     if now is not None and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # no change makes a processor fast enough
+    precision = best_precision(question, now)
     waits = now is not None and not question.reads_disk
-    ladder = _against_waiting(question) if waits else _against_need(question, from_disk=False)
+    ladder = _against_need(question, precision, from_disk=False)
+    if waits:
+        ladder = _against_waiting(question, precision)
     is_found = False
     for change in ladder:
         planned = _with_speed(question, change)
-        if planned is None or (now is not None and planned.speed < now.tokens_per_s):
+        if planned is None or (now is not None and change != precision and planned.speed < now.tokens_per_s):
             continue
         if now is None or planned.word == "FITS":
             is_found = True
             yield planned
     if now is None:
-        ladder = _against_need(question, from_disk=True)
+        ladder = _against_need(question, precision, from_disk=True)
         yield from filter(None, (_with_speed(question, change) for change in ladder))
-    elif not is_found and (smallest := [*_packings(question)][-1:]):
-        planned = _with_speed(question, smallest[0])
-        if planned is not None and planned.speed > WORTH * now.tokens_per_s:
-            yield planned
+    elif not is_found and precision is not None and precision.overrides:
+        yield precision
+
+
+def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
+    """The precision of the frozen weights, with its speed: the one answer for `init`, remedies and the guide's table.
+
+    Of those that host memory holds with `HOST_LEFT` to spare, the one that changes weights least and is at most
+    `SLOWER` than the fastest; where none leaves so much, of those that it holds, or else of those read from the disk.
+
+    Args:
+        now: the plan as it is; None: it does not fit.
+
+    Returns:
+        The change; one without overrides: the recipe's own; None: none fits.
+    """
+    options, settings = _precisions(question), replace(_as_asked(question), weights_on_disk=False)
+    held = [one for one in options if fits_coarsest(question.architecture, one.apply(settings), question.hardware)]
+    for tried, from_disk in ((held, False), (options, True)):
+        plans = ((one, _planned(question, one) if one.overrides else now) for one in tried)
+        fitting = [(one, plan) for one, plan in plans if plan and (from_disk or not plan.question.reads_disk)]
+        fitting = [(one, plan) for one, plan in fitting if _leaves_memory(plan)] or fitting
+        if fitting:
+            least = (1 - SLOWER) * max(plan.tokens_per_s for _, plan in fitting)
+            change, plan = next((one, plan) for one, plan in fitting if plan.tokens_per_s >= least)
+            if now is not None and plan.tokens_per_s < (1 - SLOWER) * now.tokens_per_s:
+                change, plan = AS_IS, now  # reading the disk is faster
+            return replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    return None
+
+
+def _leaves_memory(plan: Plan) -> bool:
+    most = max(plan.verdict.host.total_bytes, plan.verdict.loading.total_bytes)
+    return most <= (1 - HOST_LEFT) * plan.question.hardware.host_memory_bytes
 
 
 def _with_speed(question: PlanRequest, change: Change) -> Change | None:
     """The change with its own plan's verdict and speed; None where it does not fit after all."""
+    if change.word is not None:
+        return change
+    plan = _planned(question, change)
+    return plan and replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+
+
+def _planned(question: PlanRequest, change: Change) -> Plan | None:
+    """The plan of a change; None where it does not fit."""
+    with suppress(RefusedError, ResourceError):
+        plan = best_plan(_asked(question, change))[1]
+        return plan if plan.verdict.fits else None
+    return None
+
+
+def _asked(question: PlanRequest, change: Change) -> PlanRequest:
+    """The question with a change."""
     given, machine = question.given, change.machine or question.machine
     loaded = changed(given, change.overrides)
-    with suppress(RefusedError, ResourceError):
-        if loaded.recipe.model == given.recipe.model and change.machine is None:
-            asked = ask_again(question, loaded)
-        else:
-            asked = replace(ask(loaded, machine, answers=question.answers), machine_source=question.machine_source)
-        plan = best_plan(asked)[1]
-        if plan.verdict.fits:
-            return replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
-    return None
+    if loaded.recipe.model == given.recipe.model and change.machine is None:
+        return ask_again(question, loaded)
+    return replace(ask(loaded, machine, answers=question.answers), machine_source=question.machine_source)
 
 
 def changed(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> LoadedRecipe:
@@ -241,11 +279,12 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int | None:
 AS_IS = Change((), "", 0.0)
 
 
-def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]:
+def _against_need(question: PlanRequest, precision: Change | None, *, from_disk: bool) -> Iterator[Change]:
     """Changes with which the memories hold what is needed, the cheapest first: single ones, pairs of them, shorter
     sequences.
 
     Args:
+        precision: of `best_precision`, the only one that is named alone.
         from_disk: frozen weights are read from the disk in every round; otherwise host memory holds them.
     """
     architecture, hardware, recipe = question.architecture, question.hardware, question.loaded.recipe
@@ -262,8 +301,10 @@ def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]
         opening = Change(("weights=auto",), cost, 0.5)
         if fits(base):
             yield opening
-    if from_disk and (packings := list(_packings(question))):  # the fewest bytes, which take all the time
-        opening, base = _both(opening, packings[-1]), packings[-1].apply(base)
+    packings = _smaller_precisions(question)
+    if from_disk and packings:  # the fewest bytes, which take all the time
+        packing = precision if precision is not None and precision.overrides else packings[-1]
+        opening, base = _both(opening, packing), packing.apply(base)
         steps = [step for step in steps if not _keys(step) & _keys(opening)]
         if fits(base):
             yield opening
@@ -273,7 +314,7 @@ def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]
     if not fits(_with_length(smallest, 1)):
         return  # not even all of them together
     tried = steps + [_both(*pair) for pair in combinations(steps, 2) if not _keys(pair[0]) & _keys(pair[1])]
-    for before in (AS_IS, *(() if from_disk else list(_packings(question))[-1:])):
+    for before in (AS_IS, *(() if from_disk else packings[-1:])):
         settings = before.apply(base)
         tokens = _longest(settings.max_seq_length, settings, fits)
         if tokens is not None and tokens < settings.max_seq_length:
@@ -287,7 +328,10 @@ def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]
         is_new = not any(one <= keys for one in enough)  # a cheaper change of the same keys is enough
         if is_new and fits(change.apply(base)):
             enough.append(keys)
-            yield _both(opening, change)
+            if precision is not None and change.overrides == precision.overrides:
+                yield _both(opening, precision) if opening.overrides else precision
+            elif change not in packings:
+                yield _both(opening, change)
 
 
 def _longest(limit: int, settings: TrainingSettings, fits: Callable[[TrainingSettings], bool]) -> int | None:
@@ -296,7 +340,7 @@ def _longest(limit: int, settings: TrainingSettings, fits: Callable[[TrainingSet
     return tokens if tokens is None or tokens < 64 or tokens == limit else tokens // 64 * 64
 
 
-def _against_waiting(question: PlanRequest) -> Iterator[Change]:
+def _against_waiting(question: PlanRequest, precision: Change | None) -> Iterator[Change]:
     """Changes with which workers wait less, the cheapest first."""
     recipe, rows = question.loaded.recipe, rows_that_keep_busy(question)
     if rows is not None:
@@ -304,7 +348,8 @@ def _against_waiting(question: PlanRequest) -> Iterator[Change]:
         yield Change(overrides, f"a step has {rows:,} rows in place of {recipe.rows_per_step:,}", 0.1)
     if recipe.micro_batch_tokens is None:
         yield Change(("micro_batch_tokens=auto",), "the same step in larger pieces", 0.2)
-    yield from _packings(question)
+    if precision is not None and precision.overrides:
+        yield precision
 
 
 def _candidates(question: PlanRequest) -> Iterator[Change]:
@@ -334,10 +379,8 @@ def _candidates(question: PlanRequest) -> Iterator[Change]:
         yield _setting("save_total_limit", 2, "fewer old checkpoints are kept", rank=0.3)
     if settings.dtype == "float32":
         yield _setting("dtype", "bfloat16", "16-bit weights and activations", rank=0.9)
-    yield from _packings(question)
-    if settings.method == "full":
-        yield _setting("method", "lora", TO_LORA, rank=2.0)
-    elif settings.lora_r > 8:
+    yield from _smaller_precisions(question)
+    if settings.method == "lora" and settings.lora_r > 8:
         yield Change(("lora.r=8",), "adapters of lower rank", 1.9, apply=partial(replace, lora_r=8))
 
 
@@ -350,17 +393,33 @@ def _setting(key: str, value: int | str, cost: str, *, rank: float) -> Change:
 TO_LORA = "trains adapters in place of all weights"
 
 
-def _packings(question: PlanRequest) -> Iterator[Change]:
-    """Smaller formats for the frozen weights, the least change first; they are frozen with LoRA only."""
-    settings = question.settings
-    before = PACKED_FORMATS[settings.packed_as] if settings.packed_as else None
-    for name, (rank, cost) in PACKED.items():
-        if before is not None and PACKED_FORMATS[name].bits >= before.bits:
+def _precisions(question: PlanRequest) -> list[Change]:
+    """The precisions of the frozen weights, the least change of them first; `AS_IS` is the recipe's own. With LoRA
+    only are weights frozen, and a checkpoint in 4 bit has no other."""
+    recipe = question.given.recipe
+    if question.architecture.stored_in_4bit:
+        return [AS_IS]
+    to_lora = recipe.method == "full"
+    before = PACKED_FORMATS[recipe.packed_as] if recipe.packed_as else None
+    forms = [None, *sorted(PACKED_FORMATS.values(), key=lambda form: form.weight_change)]
+    options = list[Change]()
+    for number, form in enumerate(forms):
+        if form is before and not to_lora:
+            options.append(AS_IS)
             continue
-        overrides = [f"{PACKED_FORMATS[name].key}=true", *([f"{before.key}=false"] if before else [])]
-        if settings.method == "full":
-            overrides, rank, cost = ["method=lora", *overrides], 2 + rank / 10, f"{TO_LORA}; {cost}"
-        yield Change(tuple(overrides), cost, rank, apply=partial(replace, method="lora", packed_as=name))
+        keys = ("method=lora" if to_lora else "", form and f"{form.key}=true", before and f"{before.key}=false")
+        overrides = tuple(filter(None, keys))
+        cost = form.cost if form else "" if to_lora else "frozen weights as the model has them"
+        cost, rank = (f"{TO_LORA}; {cost}".removesuffix("; "), 2 + number / 100) if to_lora else (cost, 1 + number / 10)
+        apply = partial(replace, method="lora", packed_as=form and form.name)
+        options.append(Change(overrides, cost, rank, apply=apply))
+    return options
+
+
+def _smaller_precisions(question: PlanRequest) -> list[Change]:
+    """Those with fewer bytes than the recipe's own, of which 4 bit is the last."""
+    options = _precisions(question)
+    return options[options.index(AS_IS) + 1 :] if AS_IS in options else options
 
 
 def _both(one: Change, other: Change) -> Change:
@@ -401,17 +460,25 @@ def _machines(question: PlanRequest) -> Iterator[Change]:
 
 
 def _smaller_models(question: PlanRequest) -> Iterator[Change]:
-    """Smaller models of the shipped figures that host memory holds, trained as asked or packed, the largest first."""
-    own, hardware, settings = question.architecture, question.hardware, _as_asked(question)
+    """Smaller models of the shipped figures that host memory holds, each in the precision for it, the largest first."""
+    own, hardware, settings = (
+        question.architecture,
+        question.hardware,
+        replace(_as_asked(question), weights_on_disk=False),
+    )
+    is_packable = settings.method == "lora"
+    least = [AS_IS, *(_smaller_precisions(question) if is_packable else ())][-1].apply(settings)
     known = (shipped_architecture(name) for name in shipped_figures())
     smaller = sorted(
         (one for one in known if one is not None and one.parameters < own.parameters), key=lambda one: -one.parameters
     )
     for number, other in enumerate(smaller):
-        if is_large_for_cpu(hardware, other.parameters):
+        if is_large_for_cpu(hardware, other.parameters) or not fits_coarsest(other, least, hardware):
             continue
-        for change in (AS_IS, *(_packings(question) if settings.method == "lora" else ())):
-            if fits_coarsest(other, replace(change.apply(settings), weights_on_disk=False), hardware):
-                cost = f"{format_count(other.parameters)} parameters; {change.cost}".removesuffix("; ")
-                yield Change((f"model={other.name}", *change.overrides), cost, 5.0 + 0.1 * number)
-                break
+        change = Change((f"model={other.name}",), f"{format_count(other.parameters)} parameters", 5.0 + 0.1 * number)
+        planned = _with_speed(question, change)
+        precision = best_precision(_asked(question, change), _planned(question, change)) if is_packable else None
+        if precision is not None and precision.overrides:
+            planned = replace(_both(change, precision), tokens_per_s=precision.tokens_per_s, word=precision.word)
+        if planned is not None:
+            yield planned
