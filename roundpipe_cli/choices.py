@@ -225,7 +225,7 @@ class PackedFormat:
 
     @property
     def cost(self) -> str:
-        """Its price in words, with the command for the package that it needs."""
+        """The price in words, with the command for a package that is needed."""
         package = "; needs `pip install bitsandbytes`" if self.needs_bitsandbytes else ""
         return f"frozen weights change by {100 * self.weight_change:.2g} %{package}"
 

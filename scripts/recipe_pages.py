@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from roundpipe_cli.choices import PACKED_FORMATS, ROW_KINDS
+from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.planning.solve import best_precision
 from roundpipe_cli.recipe.keys import as_markdown, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
@@ -97,11 +97,10 @@ def machine_table(machines: Iterable[tuple[str, str]] = MACHINES) -> Iterator[st
 
 
 def machine_row(hardware: str, recipe: str) -> str:
-    """The row of one machine, in the precision that `init` takes, as `plan` predicts it now."""
-    plan = make_plan(load_recipe(recipe), hardware)
-    precision = best_precision(plan.question, plan if plan.verdict.fits else None)
-    assert precision is not None, (hardware, recipe, plan.verdict.reasons)
-    plan = make_plan(load_recipe(recipe, precision.overrides), hardware)
+    """The row of one machine, with the changes that `init` takes for its model, as `plan` predicts it now."""
+    changes = choose_settings(load_recipe(recipe).recipe.model, hardware, PAGE).overrides
+    plan = make_plan(load_recipe(recipe, changes), hardware)
+    assert plan.verdict.fits, (hardware, recipe, changes, plan.verdict.reasons)
     loaded, machine = plan.question.loaded.recipe, MACHINE.fullmatch(hardware)
     assert machine is not None, hardware
     packed = PACKED_FORMATS[loaded.packed_as] if loaded.packed_as else None
@@ -110,7 +109,7 @@ def machine_row(hardware: str, recipe: str) -> str:
         loaded.model.rpartition("/")[2],
         packed.label if packed else "16 bit",
         f"{100 * packed.weight_change:.2g} %" if packed else "0",
-        f"`roundpipe finetune {' '.join([recipe, *precision.overrides])}`",
+        f"`roundpipe finetune {' '.join([recipe, *changes])}`",
         f"{plan.tokens_per_s:,.3g}" if plan.tokens_per_s < 1000 else f"{float(f'{plan.tokens_per_s:.3g}'):,.0f}",
         format_seconds(TOKENS / plan.tokens_per_s),
     ]

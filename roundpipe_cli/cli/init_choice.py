@@ -400,8 +400,9 @@ def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tup
     if own is None and plan.verdict.fits and loaded.recipe.method == "lora" and not loaded.recipe.load_in_4bit:
         precision = best_precision(question, plan)
         if precision is not None and precision.overrides:
-            own, has = precision, format_bytes(question.hardware.host_memory_bytes)
-            why = f"{plan.tokens_per_s:,.0f} tokens/s, {format_bytes(plan.verdict.host.total_bytes)} of {has} of host memory"
+            own, takes = precision, format_bytes(plan.verdict.host.total_bytes)
+            has = format_bytes(question.hardware.host_memory_bytes)
+            why = f"{plan.tokens_per_s:,.0f} tokens/s, {takes} of {has} of host memory"
     others = [change for change in found if change is not own]
     if own is None and not plan.verdict.fits:
         fitting = fitting_recipe(question, others[0] if others else None)

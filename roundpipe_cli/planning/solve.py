@@ -417,7 +417,7 @@ def _precisions(question: PlanRequest) -> list[Change]:
 
 
 def _smaller_precisions(question: PlanRequest) -> list[Change]:
-    """Those with fewer bytes than the recipe's own, of which 4 bit is the last."""
+    """Precisions that take fewer bytes than the recipe's own, 4 bit last."""
     options = _precisions(question)
     return options[options.index(AS_IS) + 1 :] if AS_IS in options else options
 

@@ -15,7 +15,7 @@ from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.planning.what_if import summary_of
-from roundpipe_cli.recipe.load import load_recipe, load_text
+from roundpipe_cli.recipe.load import load_text
 from scripts.recipe_pages import machine_row
 
 MODELS = {
@@ -83,4 +83,3 @@ def test_every_command_takes_the_least_change(model: str, machine: str) -> None:
 
     row = machine_row(machine, MODELS[model])
     assert f"`roundpipe finetune {' '.join(filter(None, [MODELS[model], best]))}`" in row
-    load_recipe(MODELS[model], [best] if best else [])
