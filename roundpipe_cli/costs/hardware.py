@@ -71,6 +71,8 @@ class Device:
     """Rate of the host link in each direction."""
     leaves_gaps: bool = False
     """Whether torch's segments of its memory do not grow, see `costs/memory.py`."""
+    link_is_given: bool = False
+    """Whether somebody gave the rate of the link; otherwise it is that of its generation and lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,21 @@ class Hardware:
     is_here: bool = False
     """Whether the figures were read from this machine, not given or assumed."""
     host_memory_is_assumed: bool = False
+    host_rate_is_given: bool = False
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """Figures that nobody gave or measured, which may decide a verdict: the option that sets one -> the figure."""
+        figures = {}
+        if self.host_memory_is_assumed:
+            figures["host_memory_gib"] = f"host memory ASSUMED {self.host_memory_bytes / GIB:g} GiB"
+        if not self.host_rate_is_given:
+            figures["host_memory_gb_per_s"] = f"its memory ASSUMED {self.host_memory_bytes_per_s / 1e9:g} GB/s"
+        if self.disk_bytes_per_s is None:
+            figures["disk_gb_per_s"] = f"disk ASSUMED {ASSUMED_DISK_BYTES_PER_S / 1e9:g} GB/s"
+        if links := [one.link_bytes_per_s for one in self.devices if not one.is_cpu and not one.link_is_given]:
+            figures["pcie_gb_per_s"] = f"a link ASSUMED {min(links) / 1e9:.3g} GB/s"
+        return figures
 
 
 @lru_cache(maxsize=1)
@@ -160,6 +177,7 @@ def gpu_device(name: str, figures: GpuFigures) -> Device:
         float32_flops_per_s=figures.fp32_tflops * 1e12,
         has_bfloat16=figures.bfloat16,
         link_bytes_per_s=given * 1e9 if given else pcie_bytes_per_s(figures.pcie_generation, figures.pcie_lanes),
+        link_is_given=given is not None,
     )
 
 
@@ -224,6 +242,7 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         accumulate=options.get("accumulate", "fp32"),
         notes=tuple(notes),
         host_memory_is_assumed=host_memory_gib is None,
+        host_rate_is_given="host_memory_gb_per_s" in options,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, make_plan
@@ -33,22 +33,39 @@ class Summary:
     """Why the plan is slow, or which memory is short by how much."""
 
 
+RATE_OF = {"links to the workers": "pcie_gb_per_s", "optimizer on the host": "host_memory_gb_per_s"}
+"""What workers wait for -> the option of a machine that sets its rate."""
+
+
 def summary_of(plan: Plan) -> Summary:
-    """FITS, DOES NOT FIT, or SLOW if the machine mostly waits."""
+    """FITS, DOES NOT FIT, or SLOW if the machine mostly waits. A reason names the assumed figures that it rests on."""
+    hardware = plan.question.hardware
     if not plan.verdict.fits:
-        return Summary("DOES NOT FIT", plan.verdict.short_reasons)
+        options = {"host memory": "host_memory_gib"}
+        reasons = plan.verdict.short_reasons
+        return Summary(
+            "DOES NOT FIT",
+            tuple(_resting(reason, hardware, options.get(reason.partition(":")[0], "")) for reason in reasons),
+        )
     rate = f"{plan.tokens_per_s:,.0f} tokens/s"
     question = plan.question
-    if is_large_for_cpu(question.hardware, question.architecture.parameters):
+    if is_large_for_cpu(hardware, question.architecture.parameters):
         needs = "; `finetune` needs pipeline.devices=[cpu,cpu] for it" if question.is_for_lack_of_gpus else ""
         return Summary("SLOW", (f"a model of this size on the CPU: {rate}{needs}",))
     if question.reads_disk:
-        return Summary("SLOW", (f"weights come from disk in every round: {rate}",))
+        reason = f"weights come from disk in every round: {rate}"
+        return Summary("SLOW", (_resting(reason, hardware, "disk_gb_per_s", "host_memory_gib"),))
     if plan.bubble_ratio > WAITING_SHARE:
         waits = f"workers wait {100 * plan.bubble_ratio:.0f} % of the time"
         reason = f"{waits}, most for the {plan.binds}: {rate}" if plan.binds != "arithmetic" else f"{waits}: {rate}"
-        return Summary("SLOW", (reason,))
+        return Summary("SLOW", (_resting(reason, hardware, RATE_OF.get(plan.binds, "")),))
     return Summary("FITS")
+
+
+def _resting(reason: str, hardware: Hardware, *options: str) -> str:
+    """The reason, with those of the figures that are assumed, and how to set them."""
+    assumed = hardware.assumed
+    return "; ".join([reason, *(f"{assumed[option]}: set {option}=" for option in options if option in assumed)])
 
 
 MAX_COMBINATIONS = 64

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from roundpipe_cli.cli.plan import comparison_lines, row_document, show_comparison
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans
+from roundpipe_cli.planning import choose
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans, summary_of
+from roundpipe_cli.recipe.load import load_recipe
 
 FIGURES = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
@@ -94,3 +98,31 @@ def test_json_holds_the_rows(recipe: str, capsys: pytest.CaptureFixture[str]) ->
     }
     with pytest.raises(RefusedError, match="hardware is given twice"):
         compare_plans(recipe, ["hardware=1x4090,2x4090"], "1x4090", None, tell=quiet)
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "word", "rests_on"),
+    [
+        ("qwen3-32b", "1x3090,host_memory_gib=48", "SLOW", {"disk_gb_per_s": "1"}),
+        ("llama3.3-70b dtype=float32", "1x3090", "SLOW", {"disk_gb_per_s": "1", "host_memory_gib": "128"}),
+        ("qwen3-32b method=full", "1x3090", "DOES NOT FIT", {"host_memory_gib": "128"}),
+        ("qwen3-8b method=full", "8xh100,host_memory_gib=999", "SLOW", {"host_memory_gb_per_s": "100"}),
+        ("qwen3-8b method=full", "4x4090:pcie_lanes=1", "SLOW", {"pcie_gb_per_s": "1.56"}),
+        ("qwen3-8b method=full", "4x4090:pcie_gb_per_s=1", "SLOW", {}),
+        ("qwen3-8b", "1x4090", "FITS", {}),
+    ],
+)
+def test_a_verdict_names_the_assumed_figures_that_it_rests_on(
+    words: str, machine: str, word: str, rests_on: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: SLOW by a disk of 1 GB/s, which only the notes below called assumed."""
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
+    recipe, *overrides = words.split()
+    summary = summary_of(make_plan(load_recipe(recipe, overrides), machine))
+    text = " ".join(summary.reasons)
+    assert summary.word == word and text.count("ASSUMED") == len(rests_on)
+    for option, value in rests_on.items():
+        assert re.search(rf"ASSUMED {value} G\w+(/s)?: set {option}=", text), text
+        given = f"{machine}:{option}={value}" if option.startswith("pcie") else f"{machine},{option}={value}"
+        again = summary_of(make_plan(load_recipe(recipe, overrides), given))
+        assert again.word == word and f"set {option}=" not in " ".join(again.reasons), "the same figure, given"
