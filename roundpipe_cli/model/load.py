@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,38 +60,40 @@ def auto_class(config: Any) -> Any:
 # Building a model without its weights: parameters on the meta device, buffers real.
 
 MANY = 1 << 20
-"""`torch.empty` of at least this many elements gives a tensor without memory."""
+"""`torch.empty`, `torch.zeros` and the like of at least this many elements give a tensor without memory."""
 
 
 def build_without_weights(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make` returns, with parameters on the meta device and real buffers.
 
-    Large tensors without values have no memory from the start: a layer of fused experts may be larger than all memory,
-    before it would be moved to the meta device as a parameter. Where a buffer turns out to be one of them, the model
-    is built again with memory for everything.
+    Large new tensors have no memory from the start: a layer of fused experts may be larger than all memory, before it
+    would be moved to the meta device as a parameter. Where a buffer, or another tensor of a module, turns out to be
+    one of them, the model is built again with memory for everything.
     """
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        with _EmptyOnMeta():
+        with _NewOnMeta():
             model = make()
-        if any(buffer.is_meta for buffer in model.buffers()):
+        others = (value for module in model.modules() for value in vars(module).values())
+        if any(isinstance(one, torch.Tensor) and one.is_meta for one in chain(model.buffers(), others)):
             model = make()
     return model
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """While active, `torch.empty` of many elements makes tensors on the meta device, if no other one is asked for."""
+class _NewOnMeta(TorchFunctionMode):
+    """While active, new tensors of many elements are on the meta device, if no other one is asked for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None and _count(args, kwargs) >= MANY:
+        makes = func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+        if makes and kwargs.get("device") is None and _count(args, kwargs) >= MANY:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Elements that a call of `torch.empty` asks for; 0 where it does not say so in whole numbers."""
+    """Elements that a call such as `torch.empty` asks for; 0 where it does not say so in whole numbers."""
     sizes = kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0
 
