@@ -10,18 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
-from roundpipe_cli.choices import OPTIMIZERS
+from roundpipe_cli.choices import OPTIMIZERS, PACKED_FORMATS
+from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.costs import machine, nvidia_smi
 from roundpipe_cli.costs.find_model import shipped_figures
-from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
+from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S, Hardware
 from roundpipe_cli.costs.lost_devices import lost_devices
+from roundpipe_cli.costs.machine import describe_memory
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.packages import FAST_KERNELS
@@ -98,26 +101,34 @@ def trainable_checks() -> Iterator[Check]:
         yield Check("largest", "note", error.in_short, error.problems[0].hint)
         return
     devices = gpus or machine.cpu_devices(2)
-    here = machine.this_machine(devices, "this machine", notes, Path("outputs"))
-    free = min(here.host_memory_bytes, machine.host_memory().available_bytes)
-    for reach in reach_of(replace(here, host_memory_bytes=free)):
-        models = ", ".join(f"{name} at most {most:,.0f} tokens/s" for name, most in reach.models.items())
+    yield from largest_models(machine.this_machine(devices, "this machine", notes, Path("outputs")))
+    settings = f"max_seq_length {SEQUENCE}, all of {describe_memory(machine.host_memory())}"
+    found = (
+        f"of the {len(shipped_figures())} models in the tool's table, as `roundpipe init` writes recipes: {settings}"
+    )
+    yield Check("largest, basis", "good", f"{found}; speeds are those of `roundpipe plan`")
+
+
+def largest_models(here: Hardware) -> Iterator[Check]:
+    """Report the largest models that a machine trains by each method, with precision and speed of `init`'s recipe."""
+    for reach in reach_of(here):
+        models = []
+        for name in reach.models:
+            with suppress(RefusedError):
+                choice = choose_settings(name, here, Path("doctor.yaml"), method=reach.method.lower())
+                packed = f" in {PACKED_FORMATS[choice.packed_as].label}" if choice.packed_as else ""
+                models.append(f"{name.rpartition('/')[2]}{packed} {choice.tokens_per_s:,.0f} tokens/s")
         limit = f"; too large: {reach.too_large} ({reach.reason})" if reach.too_large else ""
         fix = remedy(reach) if reach.reason else None
-        name = f"largest, {reach.method}"
-        yield Check(name, "good" if models else "note", f"{models or 'no model of the table'}{limit}", fix)
-    settings = f"max_seq_length {SEQUENCE}, micro_batch_size 1, {format_bytes(free)} of host memory"
-    bound = "at most: an upper bound, as if workers never waited; `roundpipe plan` predicts"
-    found = f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
-    yield Check("largest, basis", "good", found)
+        found = ", ".join(models) or "no model of the table"
+        yield Check(f"largest, {reach.method}", "good" if models else "note", f"{found}{limit}", fix)
 
 
 def remedy(reach: Reach) -> str:
     """The change that would let the next larger model fit."""
     reason = reach.reason or ""
     if reason.startswith("host memory"):
-        options = {"LoRA": "load_in_4bit: true, weights: mmap", "4-bit LoRA": "weights: mmap", "full": "method: lora"}
-        return f"{options[reach.method]}, or more host memory"
+        return f"{'method: lora' if reach.method == 'full' else 'weights: mmap'}, or more host memory"
     if reason.startswith("memory of"):
         return "a shorter max_seq_length, pipeline.recompute: layer, or a GPU of more memory"
     if reason.startswith("disk"):
@@ -293,7 +304,7 @@ def _locking(num_gpus: int) -> Check:
 def _memory() -> Check:
     memory = machine.host_memory()
     limit = "" if memory.limited_by == "the machine" else f", limited by {memory.limited_by}"
-    found = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}{limit}"
+    found = f"{describe_memory(memory)}{limit}"
     if memory.available_bytes < LEAST_HOST_BYTES:
         return Check("host memory", "fails", found, f"at least {format_bytes(LEAST_HOST_BYTES)} must be free")
     if memory.available_bytes < LOW_HOST_BYTES:

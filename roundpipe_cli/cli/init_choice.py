@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective, PackedName
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, describe_memory, host_memory, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format
@@ -189,6 +189,9 @@ class Choice:
     """All values but the data's and the output's."""
     overrides: tuple[str, ...]
     """`key=value` of the remedy that the recipe has."""
+    packed_as: PackedName | None
+    tokens_per_s: float
+    """As `plan` predicts the recipe."""
     tokens_per_microbatch: int
     """The value of `micro_batch_tokens: auto` on that machine."""
     hardware: str | None
@@ -311,14 +314,14 @@ def _refers(objective: Objective) -> bool:
 
 def choose_settings(
     model: str,
-    hardware: str | None,
+    hardware: str | Hardware | None,
     path: Path,
     num_rows: int | None = None,
     *,
     method: str | None = None,
     objective: Objective = Recipe.objective,
 ) -> Choice:
-    """Settings for `model` on the machine `hardware` in words, or on this one.
+    """Settings for `model` on the machine `hardware`, in words or figures, or on this one.
 
     Args:
         num_rows: of the data; None: not known, as many as a step takes.
@@ -333,7 +336,8 @@ def choose_settings(
     architecture = find_architecture(model, resolve_path(model, folder))
     loaded = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml")
     loaded = replace(loaded, folder=folder, recipe=replace(loaded.recipe, model=model))
-    machine = parse_hardware(hardware) if hardware is not None else hardware_of(loaded.recipe, architecture)
+    machine = hardware if isinstance(hardware, Hardware) else None
+    machine = machine or (parse_hardware(hardware) if hardware else hardware_of(loaded.recipe, architecture))
     dtype = _dtype(machine)
     by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
     chosen, why_method = _method(architecture, machine, dtype, asked=method, objective=objective)
@@ -354,9 +358,10 @@ def choose_settings(
     question, settings = plan.question, plan.question.settings
     given = question.given.recipe
     workers, count, tokens = question.num_workers, settings.num_microbatches, int(settings.tokens_per_microbatch)
+    memory = describe_memory(host_memory()) if machine.is_here else format_bytes(machine.host_memory_bytes)
     reasons = [
         f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
-        f"{format_bytes(machine.host_memory_bytes)} of host memory.",
+        f"{memory} of host memory.",
         *filter(None, [why_method]),
         *([f"{change.what}; without it: {advice[0]}."] if change is not None else []),
         f"max_seq_length {given.max_seq_length}: longer rows are cut.",
@@ -375,8 +380,10 @@ def choose_settings(
     return Choice(
         recipe=given,
         overrides=change.overrides if change is not None else (),
+        packed_as=given.packed_as,
+        tokens_per_s=plan.tokens_per_s,
         tokens_per_microbatch=tokens,
-        hardware=hardware,
+        hardware=hardware if isinstance(hardware, str) else None,
         machine=machine.description,
         is_here=machine.is_here,
         reasons=tuple(reasons),

@@ -86,6 +86,8 @@ def _launches(answer: Plan) -> str:
 
 
 def _memory(answer: Plan) -> list[str]:
+    from roundpipe_cli.costs.machine import host_memory
+
     hardware, verdict = answer.question.hardware, answer.verdict
     gpus = [device for device in hardware.devices if not device.is_cpu]
     smallest = min((device.memory_bytes for device in gpus), default=None)
@@ -95,7 +97,7 @@ def _memory(answer: Plan) -> list[str]:
     need, when = verdict.host, ""
     if verdict.loading.total_bytes > need.total_bytes:
         need, when = verdict.loading, ", while loading"
-    source = "this machine's" if hardware.is_here else "given"
+    source = f"{format_bytes(host_memory().available_bytes)} of it free now" if hardware.is_here else "given"
     if hardware.host_memory_is_assumed:
         source = "ASSUMED: set host_memory_gib="
     host = f"{format_bytes(need.total_bytes)} of {format_bytes(hardware.host_memory_bytes)} ({source}){when}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundpipe_cli.costs.hardware import Device, Hardware
-from roundpipe_cli.units import GIB
+from roundpipe_cli.units import GIB, format_bytes
 
 # Layout of the host's memory: NUMA nodes, and pages of 2 MiB for memory that asks for them.
 
@@ -115,6 +115,11 @@ def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
                 free = max(0, limit - used + reclaimable)
                 memory = HostMemory(limit, min(memory.available_bytes, free), str(folder / limit_name))
     return memory
+
+
+def describe_memory(memory: HostMemory) -> str:
+    """`32 GiB, 21.5 GiB of it free now`: the words of `doctor`, `init` and `plan`. `finetune` takes what is free."""
+    return f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} of it free now"
 
 
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """The largest models that a machine can train, by the memory model alone: no stages are searched, nothing is simulated.
 
-LoRA | 4-bit LoRA | full   x   the models whose figures ship with the tool
+LoRA, in 4 bit at least | full   x   the models whose figures ship with the tool
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text
 
 METHODS = {
-    "LoRA": ("method: lora",),
-    "4-bit LoRA": ("method: lora", "load_in_4bit: true"),
+    "LoRA": ("method: lora", "load_in_4bit: true"),
     "full": ("method: full",),
 }
 """Displayed name -> lines of a recipe; every other key has its default."""
@@ -33,9 +32,8 @@ class Reach:
     """The largest model that a machine can train by one method."""
 
     method: str
-    models: dict[str, float]
-    """The largest that fit, at most `NUM_SHOWN`, the largest first -> upper bound of tokens a second: workers that
-    never wait, nothing computed twice."""
+    models: tuple[str, ...]
+    """The largest that fit, at most `NUM_SHOWN`, the largest first."""
     too_large: str | None
     """The next larger model, which does not fit; None if all fit."""
     reason: str | None
@@ -53,7 +51,7 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
     own_keys = f"max_seq_length: {SEQUENCE}", f"gradient_accumulation_steps: {count}"
     loaded = load_text("\n".join((*given, *own_keys, *lines)) + "\n", "doctor.yaml")
     lacks_bfloat16 = not all(device.has_bfloat16 for device in hardware.devices)
-    fitting: dict[str, float] = {}
+    fitting: list[str] = []
     too_large = reason = None
     shipped = filter(None, map(shipped_architecture, shipped_figures()))
     for architecture in sorted(shipped, key=lambda one: -one.parameters):
@@ -64,16 +62,14 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
             settings = replace(settings, dtype="float16")
         if architecture.stored_in_4bit:
             settings = replace(settings, packed_as="4bit")
-        case = case_of(architecture, settings, hardware)
-        lack = _lack(case)
+        lack = _lack(case_of(architecture, settings, hardware))
         if lack is None:
-            tokens = settings.num_microbatches * settings.tokens_per_microbatch
-            fitting[architecture.name.rpartition("/")[2]] = tokens / case.least_step_s
+            fitting.append(architecture.name)
             if len(fitting) == NUM_SHOWN:
                 break
         elif not fitting:
             too_large, reason = architecture.name.rpartition("/")[2], lack
-    return Reach(method, fitting, too_large, reason)
+    return Reach(method, tuple(fitting), too_large, reason)
 
 
 def _lack(case: Case) -> str | None:
