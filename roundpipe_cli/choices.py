@@ -61,6 +61,8 @@ ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_
 class ScheduleKind:
     """Properties that set a schedule apart from others."""
 
+    label: str
+    """The name in papers."""
     binds_stages: bool = True
     """Each stage belongs to one worker, and backward stages mirror the forward ones. Otherwise stages are dealt out."""
     one_stage_each: bool = False
@@ -72,11 +74,11 @@ class ScheduleKind:
 
 
 SCHEDULE_KINDS: Mapping[str, ScheduleKind] = {
-    "roundpipe": ScheduleKind(binds_stages=False, takes_chunks=True),
-    "looped_bfs": ScheduleKind(takes_chunks=True),
-    "gpipe": ScheduleKind(one_stage_each=True, takes_chunks=True),
-    "1f1b": ScheduleKind(one_stage_each=True, keeps_few=True),
-    "interleaved_1f1b": ScheduleKind(),
+    "roundpipe": ScheduleKind("RoundPipe", binds_stages=False, takes_chunks=True),
+    "looped_bfs": ScheduleKind("looped BFS", takes_chunks=True),
+    "gpipe": ScheduleKind("GPipe", one_stage_each=True, takes_chunks=True),
+    "1f1b": ScheduleKind("1F1B", one_stage_each=True, keeps_few=True),
+    "interleaved_1f1b": ScheduleKind("interleaved 1F1B"),
 }
 """All schedules, in the order in which `bench` lists them."""
 

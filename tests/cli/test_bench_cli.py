@@ -11,10 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from roundpipe_cli.choices import SCHEDULES
+from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.recipe.load import load_recipe
 from tests.cli.test_terminal_text import call
 
@@ -56,7 +58,7 @@ def test_json_has_the_documented_keys_and_parts_that_sum_to_the_bubble(tmp_path:
     path = write(tmp_path, costs_of())
     done = invoke(path, "--accounting", "published", "--json")
     document = json.loads(done.stdout)
-    assert list(document) == ["workers", "microbatches", "results"]
+    assert list(document) == ["workers", "microbatches", "results", "summary", "remedy"]
     assert (document["workers"], document["microbatches"]) == (2, 4)
     names = [result["schedule"] for result in document["results"]]
     assert names == list(SCHEDULES)
@@ -247,3 +249,17 @@ def test_optional_keys_are_read(tmp_path: Path) -> None:
     assert (block.grad_bytes, block.optimizer_s, block.activation_bytes) == (7, 0.5, 9)
     assert block.recompute_skippable_s == 0.01
     assert (costs.layers[0].recompute, costs.layers[-1].recompute) == (True, False)
+
+
+def test_it_ends_with_the_sentence_to_copy_and_the_remedy_of_plan(tmp_path: Path) -> None:
+    path = write(tmp_path, costs_of())
+    document = json.loads(invoke(path, "--json").stdout)
+    seconds = {row["step_s"]: SCHEDULE_KINDS[row["schedule"]].label for row in document["results"]}
+    first, second = sorted(row["step_s"] for row in document["results"])[:2]
+    assert document["summary"] == f"{seconds[first]} is {second / first:.2f} times as fast as {seconds[second]}"
+    assert invoke(path).stdout.splitlines()[-1] == f"{document['summary']} (simulated)."
+    assert "times as fast" not in invoke(path, "--schedule", "gpipe").stdout
+    words = ["qwen3-8b", "--hardware", "2x4060,host_memory_gib=16", "--schedule", "roundpipe"]
+    slow = CliRunner().invoke(APP, [*words, "--json"])
+    (remedy, *_) = remedies(make_plan(load_recipe("qwen3-8b"), "2x4060,host_memory_gib=16"))
+    assert json.loads(slow.stdout)["remedy"] == remedy.what

@@ -137,7 +137,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     words.remove("pipeline.weight_cache=0")
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)
-    ((_, cut, case),) = as_planned(request_of(str(path), words, machine), [schedule])
+    ((_, cut, case),), _ = as_planned(request_of(str(path), words, machine), [schedule])
     assert (cut.forward_stages, cut.backward_stages) == (plan.cut.forward_stages, plan.cut.backward_stages)
     result = run(schedule, cut, case)
     assert result.step_s == pytest.approx(plan.device_step_s, rel=1e-9)

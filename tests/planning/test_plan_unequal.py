@@ -125,7 +125,7 @@ def test_a_run_and_bench_leave_out_what_plan_leaves_out(
     assert planned.cut == again.cut and planned.step_s == pytest.approx(again.step_s)
     request = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARDS)
     assert "note: as in `plan`, on 2 of 4 GPUs" in capsys.readouterr().err
-    found = as_planned(request, None)
+    found, _ = as_planned(request, None)
     assert {case.num_workers for _, _, case in found} == {2} and len(found) == len(SCHEDULES)
 
 
