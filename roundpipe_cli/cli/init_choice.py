@@ -336,8 +336,8 @@ def choose_settings(
     architecture = find_architecture(model, resolve_path(model, folder))
     loaded = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml")
     loaded = replace(loaded, folder=folder, recipe=replace(loaded.recipe, model=model))
-    machine = hardware if isinstance(hardware, Hardware) else None
-    machine = machine or (parse_hardware(hardware) if hardware else hardware_of(loaded.recipe, architecture))
+    machine = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    machine = machine or hardware_of(loaded.recipe, architecture)
     dtype = _dtype(machine)
     by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
     chosen, why_method = _method(architecture, machine, dtype, asked=method, objective=objective)

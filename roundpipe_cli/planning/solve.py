@@ -195,7 +195,7 @@ def _with_speed(question: PlanRequest, change: Change) -> Change | None:
     if change.word is not None:
         return change
     plan = _planned(question, change)
-    return plan and replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    return None if plan is None else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
 
 
 def _planned(question: PlanRequest, change: Change) -> Plan | None:
@@ -407,8 +407,8 @@ def _precisions(question: PlanRequest) -> list[Change]:
         if form is before and not to_lora:
             options.append(AS_IS)
             continue
-        keys = ("method=lora" if to_lora else "", form and f"{form.key}=true", before and f"{before.key}=false")
-        overrides = tuple(filter(None, keys))
+        keys = "method=lora" if to_lora else "", form and f"{form.key}=true", before and f"{before.key}=false"
+        overrides = tuple(key for key in keys if key)
         cost = form.cost if form else "" if to_lora else "frozen weights as the model has them"
         cost, rank = (f"{TO_LORA}; {cost}".removesuffix("; "), 2 + number / 100) if to_lora else (cost, 1 + number / 10)
         apply = partial(replace, method="lora", packed_as=form and form.name)
