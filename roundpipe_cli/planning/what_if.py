@@ -34,7 +34,7 @@ class Summary:
 
 
 RATE_OF = {"links to the workers": "pcie_gb_per_s", "optimizer on the host": "host_memory_gb_per_s"}
-"""What workers wait for -> the option of a machine that sets its rate."""
+"""Name in `Plan.needs_s` -> the option of a machine that sets the rate of it."""
 
 
 def summary_of(plan: Plan) -> Summary:
