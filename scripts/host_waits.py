@@ -63,7 +63,8 @@ def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f}; ns a parameter, medians of {options.rounds}")
     print("| spins | alone: clock | processor | beside: clock | processor |\n|---|---:|---:|---:|---:|")
     for spins in SPINS:
-        cells = [statistics.median(column) for beside in (False, True) for column in zip(*found[spins, beside])]
+        rows = [found[spins, beside] for beside in (False, True)]
+        cells = [statistics.median(column) for row in rows for column in zip(*row, strict=True)]
         print(f"| {spins or 'default'} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
 
 
