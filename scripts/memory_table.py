@@ -38,8 +38,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage": {"recompute": "stage"},
     "layer": {"recompute": "layer"},
     "keep": {"recompute": "stage", "keep_blocks": 2},
-    "long": {"recompute": "stage", "tokens": 1024},
+    "whole head": {"recompute": "stage", "head_chunk_tokens": 512},
 }
+TOKENS, CHUNK_TOKENS = 512, 128
 NUM_BLOCKS, MICROBATCHES, BLOCKS_PER_STAGE = 4, 4, 2
 
 
@@ -68,15 +69,14 @@ def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
     model_type = changes.pop("model_type", form.kind)
     figures = {**tiny(model_type), **SIZES, **WIDTHS, "num_hidden_layers": NUM_BLOCKS}
     architecture = parse_config(figures, name=form.name, source="memory_table")
-    way = dict(WAYS[form.way])
-    tokens = way.pop("tokens", 512)
-    settings = TrainingSettings(tokens, num_microbatches=MICROBATCHES, method=form.method, lora_r=16, **way)  # type: ignore[arg-type]
+    way = {"head_chunk_tokens": CHUNK_TOKENS, "method": form.method, **WAYS[form.way]}
+    settings = TrainingSettings(TOKENS, num_microbatches=MICROBATCHES, lora_r=16, **way)
     case = case_of(architecture, settings, parse_hardware("1xh100"))
     costs = with_gains(case.costs, settings)
     stages = even_cut(NUM_BLOCKS + 2, BLOCKS_PER_STAGE, BLOCKS_PER_STAGE)
     parts = {name: size for name, size in device_need(case, *stages).parts.items() if name != CONTEXT}
     model = build(figures, form.method)
-    rows = random_rows(MICROBATCHES, tokens, figures["vocab_size"])
+    rows = random_rows(MICROBATCHES, TOKENS, figures["vocab_size"])
     schedule = build_schedule(
         "roundpipe",
         forward_stages=stages[0],

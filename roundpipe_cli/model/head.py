@@ -135,7 +135,7 @@ def _scaled_loss(
         gradient = gradient if factors is None else gradient.mul_(factors)
         return loss_sum, gradient.mul_(loss.gradient_scale).to(logits.dtype)
     step = before_views(logits)
-    values = logits.detach()
+    values = logits.data  # with versions of its own: a view whose base was written gets a backward that copies it all
     if step is None or step.name() not in _FORGETS_RESULT or not values.is_contiguous():
         values = values.clone(memory_format=torch.contiguous_format)
     each = None if factors is None else factors[:, 0].contiguous()

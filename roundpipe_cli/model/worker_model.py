@@ -462,7 +462,7 @@ class WorkerModel:
             self._backbone_stub.hidden = rows
             try:
                 ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
-                logits: torch.Tensor = self._above_backbone(input_ids=ids, use_cache=False).logits[0]
+                logits: torch.Tensor = self._above_backbone(input_ids=ids, use_cache=False).logits.flatten(0, 1)
             finally:
                 self._backbone_stub.hidden = None
         return logits

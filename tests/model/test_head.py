@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.kernels.cross_entropy import product_sum
@@ -17,6 +18,7 @@ from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.taps import GradientTaps
+from roundpipe_cli.model.worker_model import WorkerModel
 from tests.engine.test_parity import check_gradients
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, step_of_any_workers, tiny_config
@@ -86,9 +88,11 @@ def products_in_float32() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("products_in_float32")
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("is_capped", [False, True])
-def test_gradients_of_the_heads_matrix_are_added_up_unrounded(is_capped: bool) -> None:
-    """Each chunk's was written in 16 bit, then added; logits that are capped keep that way."""
+def test_gradients_of_the_heads_matrix_are_added_up_unrounded(is_capped: bool, in_place: bool) -> None:
+    """Each chunk's was written in 16 bit, then added; logits that are capped keep that way. Gradients written over
+    logits gave these another backward, which copied them all and was no product."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 40, 16, generator=generator).bfloat16()
     weight = torch.nn.Parameter(torch.randn(50, 16, generator=generator).bfloat16())
@@ -111,7 +115,7 @@ def test_gradients_of_the_heads_matrix_are_added_up_unrounded(is_capped: bool) -
             sums["all"] = product_sum(sums.get("all"), left, right)
 
         taps = GradientTaps([torch.nn.Parameter(torch.ones(1)), weight], take, add_product if within else None)
-        loss = HeadLoss(0.5, 16)
+        loss = HeadLoss(0.5, 16, in_place=in_place)
         found = run_head(logits, hidden, HeadTargets(indices, ids), loss, taps=taps, needs_hidden_grad=True)
         return sums["all"], found.grad_hidden, ways
 
@@ -179,6 +183,27 @@ def test_loss_and_gradients_are_transformers_own(model_type: str, method: str) -
     assert result.loss == pytest.approx(expected, rel=1e-6)
     check_gradients(rig.plain, rig.store, 1.5e-4 if model_type == "qwen3_next" else 1e-5)
     assert abs(plain_step(rig, microbatches) - expected) > 0.1, "the loss should show"
+
+
+def test_backward_of_the_head_copies_no_logits() -> None:
+    """Beside their gradients, which lie over them, lay a copy of both: as much memory again, written twice."""
+    rig, made = make_rig("llama", "lora"), list[str]()
+    views, trained, head = rig.store.views, rig.store.trainable_names, len(rig.store.layouts) - 1
+    model = WorkerModel(rig.skeleton, rig.split, views, trained, device=torch.device("cpu"))
+    model.bind(head, {one.name: one.parameter(rig.store.buffers[head]) for one in rig.store.layouts[head].places})
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-2:] == (6, 128) and not func.is_view:
+                made.append(str(func))
+            return result
+
+    hidden, targets = torch.randn(1, 12, 64), HeadTargets(torch.arange(12), torch.arange(12))
+    taps, loss = GradientTaps([], lambda index, gradient: None), HeadLoss(1.0, 6, in_place=True)
+    with Made():
+        run_head(model.logits, hidden, targets, loss, taps=taps, needs_hidden_grad=True)
+    assert made == ["aten.mm.default", "aten._unsafe_view.default"] * 2
 
 
 def test_whether_the_loss_is_trained_is_told() -> None:
