@@ -9,7 +9,7 @@ not change its bits. Two ways, chosen once per step for each layer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,9 @@ from roundpipe_cli.errors import as_ours
 from roundpipe_cli.model.block_calls import EmbedGradient, Prologue
 from roundpipe_cli.model.layout import LayerLayout
 
-SQUARED_ELEMENTS = 1 << 22
-"""Elements whose squares are summed in one row, as float64, which takes twice their memory. Decides bits."""
-SQUARED_ROWS = 4
-"""Most rows at a time, each by a thread: more threads than that wait for memory."""
+SQUARED_ELEMENTS = 1 << 10
+"""Elements whose squares are summed in float32; these sums are added in float64. 1e-9 off, and six times as fast as
+float64 alone. Decides bits."""
 ADDED_ELEMENTS = 1 << 18
 """Elements that are added at a time where a gradient and its sum differ in type: they stay in the caches."""
 
@@ -229,16 +228,13 @@ def add_rows(total: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor) ->
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, a 0-dim tensor on `flat`'s device. The number of threads does not change its bits."""
-    if flat.device.type != "cpu":
-        norms = [torch.linalg.vector_norm(row, 2, dtype=torch.float64)[None] for row in flat.split(SQUARED_ELEMENTS)]
-        return torch.cat(norms).square().sum()
+    """Sum of squares of a float32 tensor, a 0-dim float64 tensor on its device. The number of threads does not change
+    its bits: of results in a row, each is one thread's."""
+    norms = _of_rows(flat, partial(torch.linalg.vector_norm, ord=2, dim=1))
+    return _of_rows(norms.double().square_(), partial(torch.sum, dim=1)).sum()
+
+
+def _of_rows(flat: torch.Tensor, reduced: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Results of `reduced` for rows of `SQUARED_ELEMENTS` elements and for what is left of them."""
     num_whole = flat.numel() // SQUARED_ELEMENTS * SQUARED_ELEMENTS
-    num_rows = max(1, min(SQUARED_ROWS, torch.get_num_threads(), num_whole // SQUARED_ELEMENTS))
-    norms = []
-    for part in (*flat[:num_whole].split(num_rows * SQUARED_ELEMENTS), flat[num_whole:]):
-        if part.numel():
-            rows = part.view(-1, min(SQUARED_ELEMENTS, part.numel()))
-            wide = own_scratch(part.numel(), torch.float64).view(rows.shape).copy_(rows)
-            norms.append(torch.linalg.vector_norm(wide, 2, dim=1))
-    return torch.cat(norms).square().sum()
+    return torch.cat([reduced(flat[:num_whole].view(-1, SQUARED_ELEMENTS)), reduced(flat[num_whole:][None])])

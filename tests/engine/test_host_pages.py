@@ -249,32 +249,28 @@ def test_sums_are_cleared_while_workers_compute(copies: bool, monkeypatch: pytes
 
 def test_the_norm_of_a_large_layer_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: its float64 copy, 224 MB for the head of a 135M model, was counted nowhere."""
-    monkeypatch.setattr(gradients, "SQUARED_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(host_memory, "_OWN", threading.local())
     flat, live = torch.ones(1 << 21), LiveBytes()
     with live:
         assert float(square_sum(flat)) == 1 << 21
-    assert live.peak_bytes + vars(host_memory._OWN)["torch.float64"].nbytes < flat.nbytes / 8
+    assert live.peak_bytes < flat.nbytes / 64
 
 
-def row_by_row(flat: torch.Tensor) -> float:
-    """The sum of squares as it is defined: each row's by itself, then their sum."""
-    rows = [torch.linalg.vector_norm(row, 2, dtype=torch.float64).square() for row in flat.split(SQUARED_ELEMENTS)]
-    return float(torch.stack(rows).sum())
-
-
-@pytest.mark.parametrize(("num_rows", "rest"), [(0, 1), (1, 77_777), (3, 0)])
+@pytest.mark.parametrize(("num_rows", "rest"), [(0, 0), (0, 1), (1, 777), (40_000, 5)])
 def test_squares_have_the_same_bits_with_any_number_of_threads(num_rows: int, rest: int) -> None:
-    """An embedding of 622M parameters was squared by one thread, for 2.4 s at the end of every step."""
+    """An embedding of 622M parameters was squared by one thread, for 2.4 s at the end of every step. More rows than
+    torch sums by one thread."""
     generator = torch.Generator().manual_seed(rest)
-    flat = torch.randn(max(1, num_rows * SQUARED_ELEMENTS + rest), generator=generator)
-    threads = torch.get_num_threads()
+    flat = torch.randn(num_rows * SQUARED_ELEMENTS + rest, generator=generator) * 1e-4
+    threads, found = torch.get_num_threads(), set[str]()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert float(square_sum(flat)).hex() == row_by_row(flat).hex()
+            found.add(float(square_sum(flat)).hex())
     finally:
         torch.set_num_threads(threads)
+    assert len(found) == 1
+    exact = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
+    assert float.fromhex(found.pop()) == pytest.approx(exact, rel=1e-7)
 
 
 @pytest.mark.parametrize("shape", [(5,), (30, 50), (3, 20, 7), (2, 3, 4, 50)])
