@@ -137,6 +137,10 @@ class StepFinished:
     """Epochs trained until its end, a part of one included; None where no rows are gone through (`bench --run`)."""
     preference: Mapping[str, float] | None = None
     """More keys of the row, for preference pairs."""
+    launch_bound_ratio: float = 0.0
+    """Share of the busy time in which GPUs may have waited for launches; a GPU that waits so counts as busy."""
+    mfu: float | None = None
+    """Model FLOPs utilization, see `Arithmetic`; None: not known."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole head": {"recompute": "stage", "head_chunk_tokens": 512},
 }
 TOKENS, CHUNK_TOKENS = 512, 128
-NUM_BLOCKS, MICROBATCHES, BLOCKS_PER_STAGE = 4, 4, 2
+NUM_BLOCKS, BLOCKS_PER_STAGE = 4, 2
+MICROBATCHES, PER_ROUND = 4, 2
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
     case = case_of(architecture, settings, parse_hardware("1xh100"))
     costs = with_gains(case.costs, settings)
     stages = even_cut(NUM_BLOCKS + 2, BLOCKS_PER_STAGE, BLOCKS_PER_STAGE)
-    parts = {name: size for name, size in device_need(case, *stages).parts.items() if name != CONTEXT}
+    parts = {name: size for name, size in device_need(case, *stages, PER_ROUND).parts.items() if name != CONTEXT}
     model = build(figures, form.method)
     rows = random_rows(MICROBATCHES, TOKENS, figures["vocab_size"])
     schedule = build_schedule(
@@ -82,7 +83,7 @@ def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
         forward_stages=stages[0],
         backward_stages=stages[1],
         num_workers=1,
-        rounds=Rounds(MICROBATCHES),
+        rounds=Rounds(MICROBATCHES, per_round=PER_ROUND),
         costs=costs,
     )
     options = EngineOptions(

@@ -126,22 +126,37 @@ def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, dev
         architecture.vocab_size,
         architecture.hidden_size,
         size=settings.dtype_bytes,
-        in_place=has_kernel and settings.sequences_per_row == 1,
+        at_once=logits_at_once(architecture.model_type) if has_kernel and settings.sequences_per_row == 1 else None,
     )
 
 
+def logits_at_once(model_type: str) -> int:
+    """Tensors of logits that exist at once where a kernel writes gradients over them: beside them those that the model
+    scales, casts or caps, and their gradients."""
+    return 4 if model_type in _COPIES_LOGITS else 2 if model_type in _SCALES_LOGITS else 1
+
+
+_COPIES_LOGITS = {
+    *("gemma2", "gemma3n_text", "gemma4_text", "nanochat", "recurrent_gemma", "vaultgemma"),
+    *("falcon_mamba", "mamba", "mamba2", "nemotron_h", "xlstm"),  # which cast to float32
+}
+_SCALES_LOGITS = {"cohere", "cohere2", "falcon_h1", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared"}
+
+
 def head_bytes(
-    tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, *, size: int, in_place: bool = False
+    tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, *, size: int, at_once: int | None = None
 ) -> int:
     """Bytes of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden
     states, their float32 copy in the norm and their gradient for all `tokens`.
 
     Args:
         size: bytes of a value.
-        in_place: a kernel writes each logit's gradient over it: 8 bytes a logit cover all that an H100 was seen to use.
+        at_once: tensors of logits beside each other where a kernel writes gradients over them (`logits_at_once`);
+            None: torch's operators compute the loss.
     """
     chunk = min(chunk_tokens, tokens)
-    return int(chunk * vocab_size * (2 * size + (4 if in_place else 8)) + tokens * hidden_size * (3 * size + 4))
+    each = 2 * size + 8 if at_once is None else at_once * size
+    return int(chunk * vocab_size * each + tokens * hidden_size * (3 * size + 4))
 
 
 # Kernels of the LM head and its loss for one microbatch, counted as `model/head.py` launches them.

@@ -79,7 +79,7 @@ HOST_MARGIN_BYTES = 2 * GIB
 HOST_MARGIN = 0.05
 """Share of host memory that is left to the operating system, at most `HOST_MARGIN_BYTES`."""
 
-HEAD_CHUNK, LARGEST_GRADIENT = "head chunk", "gradient of the largest weight"
+HEAD_CHUNK, LARGEST_GRADIENT = "head chunk beyond the workspace", "gradient of the largest weight"
 """Parts that stages without the head do not need, or need less of."""
 
 
@@ -214,16 +214,17 @@ def first_kept_block(case: Case) -> int:
 
 def _gradient_bytes(case: Case, backward_stages: Sequence[StageRange]) -> int:
     """Gradient of the largest weight, which exists whole before it is added to its sum, as far as it needs more than
-    the largest activations and the head's chunk, which are counted together: of the head's matrix beside its chunk, the
-    sum over its microbatch's chunks and the activations of the head's stage, of a block's beside those of another."""
+    the largest activations and the head's chunk or the workspace, which are counted together: of the head's matrix
+    beside its chunk, the sum over its microbatch's chunks and the activations of the head's stage, of a block's beside
+    those of another and the workspace."""
     head, chunk = len(case.costs.layers) - 1, case.costs.layers[-1].activation_bytes
-    needed = 0
+    workspace, needed = _workspace_bytes(case), 0
     for stage in backward_stages:
         activations = _activations(case, [stage])
-        of_block = activations + block_gradient_bytes(case.architecture, case.settings)
+        of_block = activations + workspace + block_gradient_bytes(case.architecture, case.settings)
         of_head = activations + chunk + head_gradient_bytes(case.costs, case.settings)
         needed = max(needed, of_block, of_head if stage[1] == head else 0)
-    return max(0, needed - _activations(case, backward_stages) - chunk)
+    return max(0, needed - _activations(case, backward_stages) - max(chunk, workspace))
 
 
 def beyond_margin(num_bytes: int, memory_bytes: int) -> int:
@@ -245,15 +246,9 @@ def trained_head_bytes(num_elements: int, dtype_bytes: int, *, in_chunks: bool) 
 def fixed_device_need(case: Case) -> Need:
     """The part of `device_need` that no cut of the stages changes."""
     architecture, settings, layers = case.architecture, case.settings, case.costs.layers
-    tokens = settings.tokens_per_microbatch
-    wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
-    workspace = backward_workspace_bytes(
-        tokens, settings.tokens_per_mlp_call, wide, architecture.hidden_size, size=settings.dtype_bytes
-    )
-    if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
-        workspace += max((layer.grad_bytes for layer in layers[1:-1]), default=0)
+    workspace = _workspace_bytes(case)
     parts = {
-        HEAD_CHUNK: layers[-1].activation_bytes,
+        HEAD_CHUNK: max(0, layers[-1].activation_bytes - workspace),  # which is free before a block's backward begins
         "boundary tensors": 4 * max(layer.boundary_bytes for layer in layers),
         "workspace of backward": workspace,
     }
@@ -265,6 +260,18 @@ def fixed_device_need(case: Case) -> Need:
     if case.gpus:
         parts |= {CONTEXT: CONTEXT_BYTES, "weight cache": settings.weight_cache_bytes}
     return Need(parts)
+
+
+def _workspace_bytes(case: Case) -> int:
+    """`backward_workspace_bytes` of the case, and sums of its gradients where the feed-forward part is in chunks."""
+    architecture, settings = case.architecture, case.settings
+    tokens, mlp_tokens = settings.tokens_per_microbatch, settings.tokens_per_mlp_call
+    wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
+    hidden = architecture.hidden_size
+    workspace = backward_workspace_bytes(tokens, mlp_tokens, wide, hidden, size=settings.dtype_bytes)
+    if mlp_tokens < tokens:
+        workspace += max((layer.grad_bytes for layer in case.costs.layers[1:-1]), default=0)
+    return workspace
 
 
 def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, *, size: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
+from roundpipe_cli.dashboard.views import arithmetic
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepFinished, StepTimeline
@@ -201,7 +202,8 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
         _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), "{:,.0f}".format),
         *_lost_rows(report),
         _share("bubble", predicted.get("bubble_ratio"), measured.get("bubble_ratio")),
-        _share("busy, launch bound", None, measured.get("launch_bound_ratio") or None),
+        _share("launches bind, of the busy time", None, measured.get("launch_bound_ratio")),
+        _share("arithmetic, of the cards' (MFU)", None, measured.get("mfu")),
         _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), format_bytes),
         _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), format_bytes),
     ]
@@ -409,6 +411,7 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
         (f"tokens per second{since}", f"{tokens_per_s:,.0f}"),
         (f"time per step{since}", format_seconds(measured.get("step_s") or step.step_s)),
         (f"bubble, median of steps{since}", f"{100 * bubble:.1f} %"),
+        *arithmetic(measured.get("launch_bound_ratio", step.launch_bound_ratio), measured.get("mfu", step.mfu)),
     ]
     if state.finished:
         cards.append(("training time", format_seconds(state.finished.seconds)))

@@ -66,9 +66,16 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
         rows.append(("reward margin", f"{rewards['reward_margin']:.3g}", ""))
     if "reward_accuracy" in rewards:
         rows.append(("reward accuracy", f"{100 * rewards['reward_accuracy']:.0f} %", ""))
+    rows += [(name, value, "") for name, value in arithmetic(step.launch_bound_ratio, step.mfu)]
     if state.run is None or state.run.goal == "loss":
         rows += [("learning rate", f"{step.learning_rate:.2e}", ""), ("gradient norm", f"{step.grad_norm:.3g}", "")]
     return rows
+
+
+def arithmetic(launch_bound_ratio: float | None, mfu: float | None) -> list[tuple[str, str]]:
+    """(name, value): what a GPU's share of busy time does not tell, as one that waits for launches counts as busy."""
+    bound = "-" if launch_bound_ratio is None else f"{100 * launch_bound_ratio:.1f} %"
+    return [("launches bind", bound), ("arithmetic, MFU", "not known" if mfu is None else f"{100 * mfu:.1f} %")]
 
 
 def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:

@@ -22,7 +22,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner, weight_cache_bytes
-from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_figures, step_timeline
+from roundpipe_cli.train.monitor.telemetry import Arithmetic, Telemetry, run_started, step_figures, step_timeline
 from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
@@ -110,7 +110,7 @@ def compare_for_real(
     ):
         num_steps = PROFILE_STEPS + 1 + (repetitions + 1) * len(names)
         tell(replace(run_started(setup, clock(), 0, num_steps), goal="speed"))
-        ran = _teller(tell, clock, num_steps, num_tokens)
+        ran = _teller(tell, clock, num_steps, num_tokens, Arithmetic.of(setup))
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         planner = make_planner(setup)
         costs = profile(engine, setup, microbatches, planner.rough, ran=ran)
@@ -180,7 +180,7 @@ Ran = Callable[[StepResult], None]
 """Is told of each step when it has just ended."""
 
 
-def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int) -> Ran:
+def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int, arithmetic: Arithmetic) -> Ran:
     taken: list[float] = []
 
     def ran(result: StepResult) -> None:
@@ -195,7 +195,7 @@ def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: 
                 learning_rate=0.0,
                 utilization=result.utilization,
                 eta_s=statistics.median(taken) * (num_steps - step),
-                **step_figures(result, num_tokens, result.step_s),
+                **step_figures(result, num_tokens, result.step_s, arithmetic),
             )
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.analytic import head_bytes
+from roundpipe_cli.costs.analytic import head_bytes, logits_at_once
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
@@ -192,13 +192,19 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     in_place = setup.fused is not None and setup.loss is None and why_no_triton() is None and not recipe.trains_pairs
     in_place = in_place and "cpu" not in setup.devices and all_run_ours(map(cuda.nvidia_capability, setup.devices))
     head = head_bytes(
-        form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size, in_place=in_place
+        form.tokens,
+        setup.head_chunk_tokens,
+        text_config.vocab_size,
+        hidden,
+        size=size,
+        at_once=logits_at_once(text_config.model_type) if in_place else None,
     )
     widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
     boundary = form.tokens * setup.split.boundary_columns * size
-    shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size=size)
+    workspace = backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size=size)
+    shared = max(head, workspace) + 4 * boundary
     if not setup.unpacks_once:
         shared += max(layout.whole_bytes for layout in setup.store.layouts)
     if setup.devices[0] != "cpu":

@@ -30,6 +30,7 @@ from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.machines import Machines
 from roundpipe_cli.train.monitor.metrics_file import MetricsFile, metrics_row
 from roundpipe_cli.train.monitor.telemetry import (
+    Arithmetic,
     EventRecorder,
     Telemetry,
     in_lanes,
@@ -112,6 +113,7 @@ class Trainer:
         self._reporting = reporting
         self._checkpoint = checkpoint
         self._log = RunLog(trace=reporting.trace)
+        self._arithmetic = Arithmetic.of(setup, self._machines.nodes.count)
         self._saved_step = 0
         self._heap = UnusedHeap()
         self.sampler = make_sampler(setup)
@@ -326,7 +328,7 @@ class Trainer:
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
             epoch=round(self.sampler.epochs_done, 4),
             preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
-            **step_figures(result, num_tokens, step_s),
+            **step_figures(result, num_tokens, step_s, self._arithmetic),
         )
         self._log.rows.append(event)
         self._rows.add({**metrics_row(event), **self.steps.marks(event.step)})

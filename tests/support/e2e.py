@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-TIME_KEYS = ("tokens_per_s", "step_s", "bubble_ratio", "utilization")
+TIME_KEYS = ("tokens_per_s", "step_s", "bubble_ratio", "utilization", "launch_bound_ratio", "mfu")
 METRIC_KEYS = ["step", "epoch", "loss", "loss_hex", "learning_rate", "grad_norm", "tokens"]
 METRIC_KEYS += [*TIME_KEYS, "upload_bytes", "device_peak_bytes"]
 MAX_WAIT_S = 120.0

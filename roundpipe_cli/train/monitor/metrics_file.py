@@ -22,7 +22,7 @@ from roundpipe_cli.train.checkpoint.rewind import RowDigest
 
 def metrics_row(event: StepFinished) -> dict[str, Any]:
     """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
-    same = "tokens", "tokens_per_s", "step_s", "bubble_ratio", "utilization", "upload_bytes", "device_peak_bytes"
+    same = "tokens", "tokens_per_s", "step_s", "bubble_ratio", "utilization", "launch_bound_ratio", "mfu"
     return {
         "step": event.step,
         "epoch": event.epoch,
@@ -30,7 +30,7 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
         "loss_hex": event.loss.hex(),
         "learning_rate": event.learning_rate,
         "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
-        **{name: getattr(event, name) for name in same},
+        **{name: getattr(event, name) for name in (*same, "upload_bytes", "device_peak_bytes")},
         **(event.preference or {}),
     }
 

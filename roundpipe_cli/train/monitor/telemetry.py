@@ -14,10 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.costs.hardware import catalogue, find_gpu
 from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
@@ -44,7 +45,9 @@ from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import Interval
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
+from roundpipe_cli.train.prepare.devices import gpu_index
 from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import active_parameters
 from roundpipe_cli.units import shown_step
 
 # Memory, temperature and power of the workers' devices, as far as torch and the driver tell.
@@ -131,12 +134,57 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     return StepTimeline(step, start_s, spans)
 
 
-def step_figures(result: StepResult, num_tokens: int, step_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Arithmetic:
+    """FLOPs that a token needs, and those that the cards promise: the model FLOPs utilization (MFU) of a step."""
+
+    flops_per_token: float
+    """In products of weights: 4 a weight that a token meets, 6 if it is trained. Without attention and recomputes."""
+    cards: tuple[tuple[str, float | None], ...]
+    """Of each worker of the run, its device and the FLOP/s of its data sheet in the run's precision, without sparsity;
+    None: not known, as of a processor."""
+
+    @staticmethod
+    def of(setup: Setup, num_machines: int = 1) -> Arithmetic:
+        """The figures of a run, whose tokens so many machines share."""
+        active = active_parameters(setup.model, setup.store.layouts)[1:]  # rows of the embedding are looked up
+        trained = [layout.num_trainable_elements for layout in setup.store.layouts[1:]]
+        flops = sum(4.0 * met + 2.0 * min(met, count) for met, count in zip(active, trained, strict=True))
+        recipe = setup.recipe
+        rates = [_promised(name, recipe.dtype, narrow=recipe.float16_accumulation) for name in setup.devices]
+        return Arithmetic(flops / num_machines, tuple(zip(setup.devices, rates, strict=True)))
+
+    def share(self, tokens_per_s: float, lanes: Sequence[int]) -> float | None:
+        """The MFU; None where the figure of a card that works is not known.
+
+        Args:
+            lanes: numbers of the workers at work, which may share a card.
+        """
+        rates = dict(self.cards[lane] for lane in lanes)
+        if None in rates.values() or not rates:
+            return None
+        return self.flops_per_token * tokens_per_s / sum(filter(None, rates.values()))
+
+
+def _promised(device: str, dtype: str, *, narrow: bool) -> float | None:
+    """FLOP/s of a device's data sheet; `narrow`: where products of float16 add up in float16."""
+    known = find_gpu(cuda.device_name(gpu_index(device))) if device != "cpu" else None
+    if known is None:
+        return None
+    card = catalogue()[known]
+    if dtype == "float32":
+        return card.fp32_tflops * 1e12
+    return (card.fp16_acc16_tflops if narrow else card.acc32_tflops) * 1e12
+
+
+def step_figures(result: StepResult, num_tokens: int, step_s: float, arithmetic: Arithmetic) -> dict[str, Any]:
     """The part of `StepFinished` that a step's result tells, by the names there."""
+    same = "loss", "bubble_ratio", "launch_bound_ratio", "upload_bytes"
     return {
-        **{name: getattr(result, name) for name in ("loss", "bubble_ratio", "upload_bytes")},
+        **{name: getattr(result, name) for name in same},
         **{"grad_norm": result.gradient_norm, "device_peak_bytes": max(result.device_peak_bytes)},
         **{"tokens": num_tokens, "tokens_per_s": num_tokens / step_s, "step_s": step_s},
+        "mfu": arithmetic.share(num_tokens / step_s, result.lanes),
     }
 
 

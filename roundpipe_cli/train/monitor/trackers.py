@@ -176,7 +176,9 @@ def values_of(event: StepFinished | EvaluationFinished) -> dict[str, float]:
     """The finite numbers of an event under the names of metrics.jsonl, after `train/` or `eval/`."""
     if isinstance(event, StepFinished):
         names = ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s", "step_s", "bubble_ratio")
-        values = {name: getattr(event, name) for name in (*names, "upload_bytes", "device_peak_bytes")}
+        more = ("launch_bound_ratio", "upload_bytes", "device_peak_bytes")
+        values = {name: getattr(event, name) for name in (*names, *more)}
+        values |= {} if event.mfu is None else {"mfu": event.mfu}
         values |= event.preference or {}
     else:
         values = {name: getattr(event, name) for name in ("loss", "tokens", "seconds")}

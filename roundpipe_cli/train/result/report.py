@@ -55,8 +55,6 @@ class RunLog:
         """Lost devices, each with the number of rows before."""
         self.pipeline_s: list[float] = []
         """Seconds of forward and backward of each step."""
-        self.launch_bound: list[float] = []
-        """Share of each step's busy time in which GPUs may have waited for launches."""
         self._counts: list[int] = []
         """Microbatches of each step."""
         self._started_s = time.monotonic()
@@ -85,7 +83,6 @@ class RunLog:
         self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
         self._counts.append(len(microbatches))
         self.pipeline_s.append(result.step_s)
-        self.launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
             intervals = *result.timeline.intervals, *result.links, *result.waits
             self.timelines.append(replace(result.timeline, intervals=intervals))
@@ -143,7 +140,8 @@ def make_report(
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
             # A step's own figure, so that it is the one that the dashboard shows for the run.
             "bubble_ratio": statistics.median_low([row.bubble_ratio for row in rows]) if rows else None,
-            "launch_bound_ratio": _median(log.launch_bound),
+            "launch_bound_ratio": _median([row.launch_bound_ratio for row in rows]),
+            "mfu": _median([row.mfu for row in rows if row.mfu is not None]),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
