@@ -146,8 +146,8 @@ _SCALES_LOGITS = {"cohere", "cohere2", "falcon_h1", "granite", "granitemoe", "gr
 def head_bytes(
     tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, *, size: int, at_once: int | None = None
 ) -> int:
-    """Bytes of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden
-    states, their float32 copy in the norm and their gradient for all `tokens`.
+    """Bytes of the head: logits in 16 bit and float32 and the gradient of each, and up to six float32 tensors of the
+    norm's, for one chunk of tokens; hidden states and their gradient for all `tokens`.
 
     Args:
         size: bytes of a value.
@@ -156,7 +156,7 @@ def head_bytes(
     """
     chunk = min(chunk_tokens, tokens)
     each = 2 * size + 8 if at_once is None else at_once * size
-    return int(chunk * vocab_size * each + tokens * hidden_size * (3 * size + 4))
+    return int(chunk * (vocab_size * each + hidden_size * 6 * 4) + tokens * hidden_size * 3 * size)
 
 
 # Kernels of the LM head and its loss for one microbatch, counted as `model/head.py` launches them.

@@ -326,12 +326,14 @@ def test_every_part_of_a_devices_need_by_hand() -> None:
     case = ask(QWEN, "8x4090", **settings)
     activations, tokens = case.costs.layers[5].activation_bytes, 2048
     stages = ((0, 3), (4, 63)), ((64, 65), (60, 63), (0, 59))
-    logits, workspace = 1024 * VOCABULARY * 2, 2 * tokens * (3 * WIDE + 2 * HIDDEN)
+    chunk = 1024 * (VOCABULARY * 2 + HIDDEN * 6 * 4) + tokens * HIDDEN * 3 * 2
+    workspace = 2 * tokens * (3 * WIDE + 2 * HIDDEN)
     assert _by_name(device_need(case, *stages)) == {
         "2 slots for the weights and gradients of a stage": 2 * (2 + 4) * 59 * BLOCK,  # layer 0, embed, stays outside
         "activations": 59 * activations,
         "kept activations": 3 * 4 * activations,
-        "head chunk beyond the workspace": logits + tokens * HIDDEN * (3 * 2 + 4) - workspace,
+        "head chunk beyond the workspace": chunk - workspace,
+        "gradient of the largest weight": workspace + 2 * HIDDEN * WIDE - chunk,
         "boundary tensors": 4 * 2 * tokens * HIDDEN,
         "workspace of backward": workspace,
         "CUDA context": 860 * MIB,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,11 @@ from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build
 from roundpipe_cli.train.bench_run import compare_for_real
+from roundpipe_cli.train.monitor.telemetry import Arithmetic
 from roundpipe_cli.train.prepare import devices
 from tests.support.e2e import make_workspace, metrics
 from tests.support.simulated_cases import kernels_as_on, simulated
-from tests.support.simulated_cuda import memory
+from tests.support.simulated_cuda import Card, memory
 from tests.train.test_lost_devices import notices, train
 
 ON_CPU, ON_CARDS = "pipeline.devices=[cpu,cpu]", "pipeline.devices=[cuda:0,cuda:1]"
@@ -103,6 +105,30 @@ def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.Monk
     assert found.step_s == max(span.end_s for span in computing)
     shown = report_page(Path("cards"))
     assert f"worker {found.worker} waited " in shown and 'class="up"' in shown and 'class="down"' in shown
+
+
+def test_busy_cards_that_wait_for_launches_are_seen_for_what_they_are(folder: Path) -> None:
+    """A starving stream counts as busy: idle 4.1 % at 15 % of an H100's arithmetic. These cards are as fast as the host
+    issues, so launches bind; what a card promises is known by its name, on whichever of its workers."""
+    seen: dict[str, StepFinished] = {}
+    for name, workers in (("NVIDIA H100 80GB HBM3", ON_CARDS), ("Simulated 90", ON_CARDS), ("", ON_CPU)):
+        words, told = ("max_steps=1", workers, f"output_dir=run{len(seen)}"), list[Event]()
+        with simulated(cards=[Card(name), Card(name)]) if name else kernels_as_on():
+            train(*words, tell=told.append)
+        seen[name] = next(event for event in told if isinstance(event, StepFinished))
+    h100, unknown, processor = seen.values()
+    assert h100.launch_bound_ratio > 0.5 and unknown.launch_bound_ratio > 0.5 and processor.launch_bound_ratio == 0
+    assert h100.mfu is not None and unknown.mfu is processor.mfu is None
+    row = json.loads(Path("run0/metrics.jsonl").read_text().splitlines()[0])
+    assert (row["mfu"], row["launch_bound_ratio"]) == (h100.mfu, h100.launch_bound_ratio)
+    assert json.loads(Path("run0/report.json").read_text())["measured"]["mfu"] == h100.mfu
+    page = report_page(Path("run0"))
+    assert f"<span>launches bind</span><b>{100 * h100.launch_bound_ratio:.1f} %</b>" in page
+    assert f"<span>arithmetic, MFU</span><b>{100 * h100.mfu:.1f} %</b>" in page
+    assert "<span>arithmetic, MFU</span><b>not known</b>" in report_page(Path("run1"))
+    shared = Arithmetic(6e9, (("cuda:0", 1e15), ("cuda:0", 1e15), ("cuda:1", 2e15), ("cuda:2", None)))
+    assert [shared.share(1e5, lanes) for lanes in ((0, 1), (0, 1, 2), (2, 3))] == [0.6, pytest.approx(0.2), None]
+    assert '"mfu": null' in Path("run2/metrics.jsonl").read_text()
 
 
 def test_a_run_that_adapts_to_a_card_out_of_memory(
