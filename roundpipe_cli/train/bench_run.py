@@ -110,7 +110,7 @@ def compare_for_real(
     ):
         num_steps = PROFILE_STEPS + 1 + (repetitions + 1) * len(names)
         tell(replace(run_started(setup, clock(), 0, num_steps), goal="speed"))
-        ran = _teller(tell, clock, num_steps, num_tokens, Arithmetic.of(setup))
+        ran = _teller(tell, clock, num_steps, num_tokens, arithmetic=Arithmetic.of(setup))
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         planner = make_planner(setup)
         costs = profile(engine, setup, microbatches, planner.rough, ran=ran)
