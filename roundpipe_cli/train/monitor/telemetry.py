@@ -141,8 +141,8 @@ class Arithmetic:
     flops_per_token: float
     """In products of weights: 4 a weight that a token meets, 6 if it is trained. Without attention and recomputes."""
     cards: tuple[tuple[str, float | None], ...]
-    """Each worker's device and the FLOP/s of its data sheet in the run's precision, without sparsity; None: not known, as
-    of a processor."""
+    """Each worker's device and the FLOP/s of its data sheet in the run's precision, without sparsity; None: not known,
+    as of a processor."""
 
     @staticmethod
     def of(setup: Setup, num_machines: int = 1) -> Arithmetic:
