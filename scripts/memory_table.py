@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
+
 from roundpipe_cli.costs.analytic import case_of, with_gains
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import CONTEXT, device_need
@@ -108,6 +110,7 @@ def main() -> int:
     options = parser.parse_args()
     wrong = 0
     print("| form | planned | peak | peak over plan |\n|---|---:|---:|---:|")
+    torch.set_num_threads(1)  # rows that threads add at once are the whole table to the simulation
     chosen = [form for form in forms() if options.only in form.name]
     pool = multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1)  # each leaves a gigabyte behind
     for form, (planned, peak, parts) in zip(chosen, pool.imap(planned_and_peak, chosen), strict=True):
