@@ -180,7 +180,7 @@ Ran = Callable[[StepResult], None]
 """Is told of each step when it has just ended."""
 
 
-def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int, arithmetic: Arithmetic) -> Ran:
+def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int, *, arithmetic: Arithmetic) -> Ran:
     taken: list[float] = []
 
     def ran(result: StepResult) -> None:

@@ -78,7 +78,7 @@ def recorded_run(
     for step in range(1, num_done + 1):
         events.append((now_s + step_s, StepTimeline(step, now_s, spans)))
         now_s += step_s
-        events.append((now_s, _finished(step, num_steps, timeline, step_s, gpu)))
+        events.append((now_s, _finished(step, num_steps, timeline, step_s, gpu=gpu)))
         events.append((now_s, _sample(now_s, num_workers, gpu)))
         if step % 10 == 0:
             loss = 1.02 * _loss(step)
@@ -96,7 +96,7 @@ def _loss(step: int) -> float:
     return 1.1 + 1.3 * math.exp(-step / 12) + 0.08 * math.sin(7.0 * step) * math.exp(-step / 60)
 
 
-def _finished(step: int, num_steps: int, timeline: Timeline, step_s: float, gpu: bool) -> StepFinished:
+def _finished(step: int, num_steps: int, timeline: Timeline, step_s: float, *, gpu: bool) -> StepFinished:
     return StepFinished(
         step=step,
         num_steps=num_steps,
