@@ -26,6 +26,10 @@ def init(
             help=f"{either(OBJECTIVES)}.", show_default=f"{PAIR_OBJECTIVES[0]} for preference pairs, else sft"
         ),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(help="prompt=Frage,completion=Antwort (or messages=, text=).", show_default="by names and rows"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Recipe to write; not given: the model's name.yaml.")
     ] = None,
@@ -39,4 +43,4 @@ def init(
     from roundpipe_cli.cli.init_choice import ask_and_write
 
     answers = {"model": model or "", "data": data or "", "hardware": hardware or ""}
-    ask_and_write(answers, output, method=method, objective=objective)
+    ask_and_write(answers, output, method=method, objective=objective, columns=columns or "")

@@ -7,15 +7,15 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective, PackedName
+from roundpipe_cli.choices import OBJECTIVES, Objective, PAIR_OBJECTIVES, PackedName
+from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.analytic import case_of
@@ -24,8 +24,9 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, describe_memory, host_memory, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import DType, TrainingSettings
-from roundpipe_cli.data.formats import decide_format
-from roundpipe_cli.data.rows import BadRowError, RawRow, in_chunks, printable
+from roundpipe_cli.data.columns import columns_text
+from roundpipe_cli.data.encodings import is_utf8
+from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.planning.answers import Answers
@@ -40,9 +41,6 @@ from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Recipe, trained_
 from roundpipe_cli.recipe.strict_yaml import parse_scalar
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import counted, either, format_bytes, format_count
-
-if TYPE_CHECKING:
-    from roundpipe_cli.data.sources import Source
 
 # Questions on a terminal.
 
@@ -118,8 +116,13 @@ QUESTIONS = (
 )
 
 
-def ask_and_write(answers: dict[str, str], output: Path | None, *, method: str | None, objective: str | None) -> None:
+def ask_and_write(
+    answers: dict[str, str], output: Path | None, *, method: str | None, objective: str | None, columns: str = ""
+) -> None:
     """Write a recipe by the answers to `QUESTIONS`; those that are empty are asked.
+
+    Args:
+        columns: as of `parse_columns`; empty: found in the rows.
 
     Raises:
         RefusedError: an answer, or there is no terminal to ask on.
@@ -140,20 +143,23 @@ def ask_and_write(answers: dict[str, str], output: Path | None, *, method: str |
         if path.exists():
             raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
         data, hardware, folder = answers["data"], answers["hardware"].strip(), path.absolute().parent
-        pairs, unknown = look_at_rows(data, folder)
-        chosen, why = choose_objective(objective, method, pairs)
-        rows = count_dataset(DatasetSpec(data), folder)
+        looked = look_at_rows(data, folder, parse_columns(columns))
+        if missing and looked.is_guess:
+            looked = _agree_on_columns(looked, folder)
+        chosen, why = choose_objective(objective, method, looked.pairs)
+        rows = count_dataset(looked.spec, folder)
         num_rows = rows.num_rows if rows is not None else None
         machine = None if hardware.lower() == HERE else hardware
         choice = choose_settings(answers["model"], machine, path, num_rows, method=method, objective=chosen)
-        choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why, unknown])))
+        choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why]), *looked.reasons))
         for reason in choice.reasons:
             say(reason)
-        write_new(path, recipe_text(choice, data, path).encode())
+        write_new(path, recipe_text(choice, looked.spec, path).encode())
         load_recipe(path)
     except (typer.Abort, RoundpipeError):
         if missing and sys.stdin.isatty():
             named = {**answers, "method": method, "objective": objective, "output": str(output or "")}
+            named["columns"] = columns
             given = (f"--{flag} {shlex.quote(value)}" for flag, value in named.items() if value)
             say(f"\nthe answers so far: roundpipe init {' '.join(given)}")
         raise
@@ -163,12 +169,26 @@ def ask_and_write(answers: dict[str, str], output: Path | None, *, method: str |
     say(f"next: roundpipe {'finetune' if choice.is_here else 'plan'} {path}")
 
 
+def _agree_on_columns(looked: Looked, folder: Path) -> Looked:
+    """The columns as the user wants them, by a sample row before and after."""
+    for line in looked.sample:
+        say(line)
+    if typer.confirm(f"{looked.use}?", default=True, err=True):
+        return replace(looked, is_guess=False)
+
+    def check(answer: str, folder: Path) -> None:
+        look_at_rows(looked.spec.path, folder, parse_columns(answer))
+
+    usual = ",".join(f"{field}={name}" for field, name in looked.spec.columns.items())
+    explanation = "Which column is what: prompt and completion, messages, or text, each as FIELD=COLUMN."
+    answer = _ask(Question("columns", "Columns", usual, explanation, check), folder)
+    return look_at_rows(looked.spec.path, folder, parse_columns(answer))
+
+
 # Settings: those of a plan, with its remedy where it needs one.
 
 METHOD_ANSWERS: dict[str, Literal["lora", "full"]] = {"lora": "lora", "qlora": "lora", "full": "full"}
 """Answers to `--method` -> the recipe's method; `qlora` also packs the base weights in 4 bit."""
-LOOKED_AT = 20
-"""Rows of a file that `init` looks at, and files; it refuses rows where each is bad."""
 SEQUENCE = 2048
 """Tokens of a row; the remedies shorten it where only that fits."""
 MAX_FULL_PARAMETERS = 500_000_000
@@ -199,83 +219,6 @@ class Choice:
     machine: str
     is_here: bool
     reasons: tuple[str, ...]
-
-
-def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
-    """Whether the first rows of each file are preference pairs (None: not known), and a reason for the recipe's header
-    that says of which files nothing is known; empty: none.
-
-    Raises:
-        RefusedError: `data` would refuse the rows of a file, whatever the objective.
-    """
-    from roundpipe_cli.data.sources import find_sources, no_rows
-
-    sources: list[Source] = []
-    try:
-        sources = find_sources(DatasetSpec(data), folder, offline=True)
-    except RefusedError:
-        if (folder / named_path(data)).exists():  # otherwise the rows may come later
-            raise
-    known: dict[bool, str] = {}
-    unknown, num_empty = [source.name for source in sources[LOOKED_AT:]], 0
-    for source in sources[:LOOKED_AT]:
-        read = _first_rows(source)
-        pairs = _are_pairs(source, read or [])
-        if read is not None and not read:
-            num_empty += 1
-        elif pairs is None:
-            unknown.append(source.name)
-        else:
-            known.setdefault(pairs, source.name)
-    if sources and num_empty == len(sources):
-        raise no_rows(sources)
-    if len(known) == 2:
-        what, found = "files with and without preference pairs", f"pairs in {known[True]}, none in {known[False]}"
-        raise RefusedError(f"{what} cannot be trained together", where=data, found=found, hint="a recipe for each kind")
-    after = "`roundpipe data` shows what training sees of them"
-    if known:
-        files = f"{len(unknown)} of {len(sources)} files, such as {unknown[-1]}" if unknown else ""
-        return next(iter(known)), f"Nothing is known of the rows of {files}: {after}." if unknown else ""
-    what = f"the hub's {data}" if sources and sources[0].file is None else data
-    return None, f"Nothing is known of the rows of {what}: {after}; preference pairs need `init --objective`."
-
-
-def _first_rows(source: Source) -> list[RawRow] | None:
-    """None where they cannot be read, or not without a network."""
-    try:
-        return next(in_chunks(source.rows()), []) if source.file is not None else None
-    except (OSError, ValueError):  # another command says what is wrong
-        return None
-
-
-def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
-    """Whether these first rows are preference pairs; None without rows.
-
-    Raises:
-        RefusedError: `data` would refuse them all.
-    """
-    spec = source.spec
-    rows = [row for row in read if row.fault is None][:LOOKED_AT]
-    faults = [replace(row.fault, where=source.where(row.number)) for row in read if row.fault is not None]
-    if faults and not rows:
-        raise RefusedError(**asdict(faults[0]))
-    if not rows:
-        return None
-    columns, row_format = [row.columns for row in rows], None
-    with suppress(RefusedError):
-        row_format = decide_format(replace(spec, pairs=True), columns, source.name)
-    pairs = row_format is not None
-    row_format = row_format or decide_format(spec, columns, source.name)
-    for row in rows:
-        try:
-            own = row_format.fitted(row.columns)
-            opened = own.opened(row.columns)
-            own.unused(opened)
-            own.parse(opened)
-            return pairs
-        except BadRowError as error:
-            faults.append(replace(error.fault, where=source.where(row.number)))
-    raise RefusedError(**asdict(faults[0]))
 
 
 def choose_objective(given: str | None, method: str | None, pairs: bool | None) -> tuple[Objective, str]:
@@ -468,7 +411,7 @@ def _rows(length: int, workers: int, num_rows: int | None) -> tuple[int, str]:
 # The recipe.
 
 
-def recipe_text(choice: Choice, data: str, path: Path) -> str:
+def recipe_text(choice: Choice, data: DatasetSpec, path: Path) -> str:
     """The recipe: a header with the reasons, then the keys."""
 
     def text(value: str) -> str:
@@ -494,7 +437,9 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
         elif key not in written:
             keys.append(f"{key}: {value}")
     keys += [f"{section}: {{{', '.join(inner)}}}" for section, inner in sections.items()]
-    keys += ["", "datasets:", f"  - {{path: {text(data)}}}", "", f"max_seq_length: {recipe.max_seq_length}"]
+    entry = [f"path: {text(data.path)}", *([columns_text(data.columns)] if data.columns else [])]
+    entry += [] if is_utf8(data.encoding) else [f"encoding: {data.encoding}"]
+    keys += ["", "datasets:", f"  - {{{', '.join(entry)}}}", "", f"max_seq_length: {recipe.max_seq_length}"]
     keys += [f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}  # rows of a step"]
     keys += [f"dtype: {recipe.dtype}"] if recipe.dtype != "bfloat16" else []
     keys += ["", f"output_dir: outputs/{_file_stem(path.stem)}"]

@@ -5,6 +5,7 @@ The rules come first.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -283,15 +284,28 @@ LAYOUTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     *((pair, _SINGLE_ANSWERS, PAIR_HINT) for pair in ANSWER_COLUMNS),
     (("completions", "labels"), "rows of steps to judge (process supervision) are not offered", STEPS_HINT),
     *((("completion", tag), _NO_KTO, KTO_HINT) for tag in ("label", "kto_tag")),
-    (
-        ("prompt",),
-        "the rows are prompts without an answer to train on",
-        "training on rewards (GRPO, PPO) is not offered; name an answer: `columns: {completion: COLUMN}`",
-    ),
 )
 """Columns that only a kind of training not offered has, what it is, and a hint; told where the columns fit no type."""
-PROMPT_WORDS = frozenset({"prompt", "question", "instruction", "query", "problem", "input"})
-ANSWER_WORDS = frozenset({"completion", "answer", "response", "output", "solution"})
+PROMPTS_ALONE = (
+    ("prompt",),
+    "the rows are prompts without an answer to train on",
+    "training on rewards (GRPO, PPO) is not offered; name an answer: `columns: {completion: COLUMN}`",
+)
+"""The same for rows in which no column could be the answer."""
+_PROMPTS = """
+    prompt question instruction query problem input request q f frage anfrage aufgabe eingabe pregunta consulta entrada
+    pergunta domanda richiesta demande consigne requête vraag opdracht pytanie polecenie otázka kérdés soru fråga
+    spørgsmål spørsmål kysymys вопрос запрос питання ερώτηση سؤال שאלה प्रश्न 問題 質問 问题 提问 指令 질문
+"""
+_ANSWERS = """
+    completion answer response output solution reply a r antwort lösung ausgabe respuesta salida resposta saída risposta
+    réponse reponse antwoord odpowiedź odpowiedz odpověď válasz cevap yanıt svar vastaus ответ відповідь απάντηση إجابة
+    جواب תשובה उत्तर 回答 答案 答え 답변 대답
+"""
+PROMPT_WORDS, ANSWER_WORDS = frozenset(_PROMPTS.split()), frozenset(_ANSWERS.split())
+"""Words in the names of a prompt and of its answer, in lower case; those of four letters also within a longer word."""
+_NO_TEXT = re.compile(r"(https?://\S+|\S+@\S+|[0-9a-f-]{8,}|[\d\W_]*)", re.IGNORECASE)
+"""An address, an identifier, a number or a date."""
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
 MEDIA_ENDINGS = (
     *(".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff"),
@@ -301,13 +315,13 @@ MEDIA_WORD = re.compile(r"image|img|video|audio|picture|photo|pixel|frame|media|
 _media_word = lru_cache(maxsize=4096)(MEDIA_WORD.search)  # asked for each unused column of each row
 
 
-def refuse_layout(layouts: Sequence[Sequence[str]], where: str) -> None:
+def refuse_layout(layouts: Sequence[Sequence[str]], where: str, *, has_answer: bool) -> None:
     """
     Raises:
         RefusedError: the columns, which fit no type, are those of a known kind of rows.
     """
     for columns in layouts:
-        for names, what, hint in LAYOUTS:
+        for names, what, hint in (*LAYOUTS, *([] if has_answer else [PROMPTS_ALONE])):
             if all(find_column(name, columns) for name in names):
                 raise RefusedError(what, where=where, found=column_names(dict.fromkeys(columns)), hint=hint)
 
@@ -357,24 +371,97 @@ def _rules_named(name: str, row_type: str) -> tuple[ColumnRule, ...]:
     return tuple(rule for rule in fitting if re.fullmatch(rule.names, lower))
 
 
-def likely_columns(layout: Sequence[str]) -> tuple[str, str]:
-    """A prompt and its answer among columns of no known type, by the words in their names, else by their order."""
-    rest = [name for name in layout if _may_hold_text(name)]
-    words = {name: set(re.findall(r"[a-z]+", name.lower())) for name in rest}
-    answer = next((name for name in rest if ANSWER_WORDS & words[name]), None)
-    prompt = next((name for name in rest if name != answer and PROMPT_WORDS & words[name]), None)
-    others = iter([*(name for name in rest if name not in (answer, prompt)), "COLUMN", "COLUMN"])
-    return prompt or next(others), answer or next(others)
+def is_known_column(name: str) -> bool:
+    """Whether it is, in any capitals, a name that this program knows or a word for a prompt or an answer."""
+    return name.strip().lower() in _KNOWN_NAMES
 
 
-def messages_hint(row: Mapping[str, object], field: str = "messages") -> str | None:
-    """A hint where a column of the row holds messages under a name that is not known; `field`: what it should be."""
+_KNOWN_NAMES = {
+    *(field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional)),
+    *(word for word in PROMPT_WORDS | ANSWER_WORDS if len(word) > 1),
+    *("id", "index", "system_prompt", "system_message"),
+}
+
+
+def flattened(row: Mapping[str, object]) -> Mapping[str, object]:
+    """The row with the values inside its objects as columns of their own: `data.question`."""
+    if not any(isinstance(value, Mapping) for value in row.values()):
+        return row
+    made: dict[str, object] = {}
     for name, value in row.items():
-        items = messages_in_text(value) or value
-        first = items[0] if isinstance(items, (list, tuple)) and items else None
-        if isinstance(first, Mapping) and ("role" in first or "from" in first):
-            return f"name the column: `columns: {{{field}: {printable(name, 40)}}}`"
+        is_object = isinstance(value, Mapping) and value and not is_decoded_media(value) and not holds_messages(value)
+        inner = flattened(value).items() if is_object and isinstance(value, Mapping) else ()
+        made |= {f"{name}.{key}": item for key, item in inner} or {name: value}
+    return made
+
+
+def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """Fields to the columns of rows of no known type that are likely to hold them: messages, or a prompt and its
+    completion by the words in their names, else by their order, or the only text; empty: no column holds text."""
+    rows = [flattened(row) for row in rows]
+    for row in rows:
+        for name, value in row.items():
+            items = messages_in_text(value) or value
+            first = items[0] if isinstance(items, (list, tuple)) and items else None
+            if isinstance(first, Mapping) and ("role" in first or "from" in first):
+                return {"messages": name}
+    layout = [name for name in dict.fromkeys(name for row in rows for name in row) if _may_hold_text(name)]
+    texts = {name: [value for row in rows if isinstance(value := row.get(name), str)] for name in layout}
+    filled = [name for name in layout if any(map(str.strip, texts[name]))]
+    natural = [name for name in filled if not all(map(_NO_TEXT.fullmatch, texts[name]))]
+    named = [*natural, *filled]
+    answer = next((name for name in named if _has_word(name, ANSWER_WORDS)), None)
+    prompt = next((name for name in named if name != answer and _has_word(name, PROMPT_WORDS)), None)
+    others = [name for name in (natural if len(natural) > 1 else filled) if name not in (prompt, answer)]
+    lacking = (prompt is None) + (answer is None)
+    longest = sorted(others, key=lambda name: -sum(map(len, texts[name])))[:lacking]
+    rest = iter([name for name in others if name in longest])
+    prompt, answer = prompt or next(rest, None), answer or next(rest, None)
+    if prompt is not None and answer is not None:
+        return {"prompt": prompt, "completion": answer}
+    is_only = len(natural) == 1 and not any(
+        _find_rule(name, value, "text") for row in rows for name, value in row.items()
+    )
+    return {"text": natural[0]} if is_only else {}
+
+
+def _has_word(name: str, words: Collection[str]) -> bool:
+    lower = name.lower()
+    return any(word in words for word in re.split(r"[\W_]+", lower)) or any(
+        word in lower for word in words if len(word) > 3
+    )
+
+
+def columns_text(columns: Mapping[str, str]) -> str:
+    """`columns: {prompt: Frage, completion: Antwort}`, as a line of a recipe."""
+    plain = re.compile(r"(?!(y|n|yes|no|on|off|true|false|null)$)[^\W\d][\w.-]*", re.IGNORECASE)
+    texts = {
+        field: name if plain.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+        for field, name in columns.items()
+    }
+    return f"columns: {{{', '.join(f'{field}: {text}' for field, text in texts.items())}}}"
+
+
+def list_inside(row: Mapping[str, object]) -> str | None:
+    """The column that holds a list of objects, not of messages: it may hold the rows."""
+    for name, value in flattened(row).items():
+        first = value[0] if isinstance(value, (list, tuple)) and value else None
+        if isinstance(first, Mapping) and not {"role", "from"} & set(first):
+            return name
     return None
+
+
+def rows_inside(column: str, where: str) -> RefusedError:
+    """The error for a file whose rows are a list inside its only object."""
+    keys = "".join(f"[{key!r}]" for key in column.split("."))
+    code = f"import json; [print(json.dumps(row)) for row in json.load(open({where!r})){keys}]"
+    return RefusedError(
+        "the file is one object with a list inside, and not one object a row",
+        where=where,
+        found=f"a list of objects in `{printable(column, 60)}`",
+        expected="a list of rows, or one JSON object a line",
+        hint=f'take them out: python3 -c "{code}" > rows.jsonl',
+    )
 
 
 def _may_hold_text(name: str) -> bool:

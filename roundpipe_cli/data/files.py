@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr, NamedTuple, cast
 
+from roundpipe_cli.data.columns import is_known_column, list_inside, rows_inside
+from roundpipe_cli.data.encodings import as_utf8, encoding_hint, marked_encoding
 from roundpipe_cli.data.rows import (
     DELIMITERS,
     JSON_DECODER,
@@ -29,6 +31,7 @@ from roundpipe_cli.data.rows import (
     describe_value,
     printable,
 )
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.units import format_bytes
@@ -101,7 +104,7 @@ def _row(number: int, data: bytes, kind: str) -> RawRow:
     try:
         text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        return _bad_row(number, f"the {kind} is not valid UTF-8")
+        return _bad_row(number, f"the {kind} is not valid UTF-8", hint=encoding_hint(data))
     return RawRow(number, {"text": text.strip("\n") if kind == "text between separators" else text.rstrip("\n")})
 
 
@@ -146,8 +149,12 @@ def known_suffix(path: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = "paragraph") -> Iterator[RawRow]:
-    """The rows of one local file, whose suffix is a known one; `txt_rows` as in `DatasetSpec`.
+PLAIN = DatasetSpec("")
+"""Every setting at its default."""
+
+
+def read_file(path: Path, spec: DatasetSpec = PLAIN, progress: ReadProgress | None = None) -> Iterator[RawRow]:
+    """The rows of one local file, whose suffix is a known one.
 
     Raises:
         RefusedError: the file cannot be opened or is broken as a whole.
@@ -159,16 +166,23 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
         if not progress.num_bytes:  # no kind of file needs a byte to say that it has no rows
             progress.known_share = 1.0
         elif suffix in (".jsonl", ".ndjson"):
-            yield from _read_jsonl(path, progress)
+            yield from _read_jsonl(path, spec, progress)
         elif suffix == ".json":
-            yield from _read_json(path, progress)
-        elif suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, csv_delimiter(path), progress)
+            yield from _read_json(path, spec, progress)
+        elif suffix in TABLES:
+            yield from _read_csv(path, spec, progress)
         elif suffix == ".parquet":
             yield from _read_parquet(path, progress)
         else:
-            with _open(path, progress) as file:
-                yield from text_rows(_without_mark(_lines(file, path)), txt_rows, path)
+            with _open(path, spec, progress) as file:
+                yield from text_rows(_without_mark(_lines(file, path)), spec.txt_rows, path)
+    except UnicodeError as error:
+        raise RefusedError(
+            f"the file is no text in {encoding_of(path, spec)}",
+            where=str(path),
+            found=printable(str(error)),
+            hint="`encoding:` in the dataset's entry names the one it was saved in; without it, UTF-8",
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RefusedError(f"cannot read the dataset: {printable(reason)}", where=str(path)) from error
@@ -176,7 +190,8 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
 
 GZIP = b"\x1f\x8b"
 OTHER_KINDS = {
-    **{b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PAR1": "parquet", b"PK\3\4": "a zip archive or an Excel table"},
+    **{b"PAR1": "parquet", b"PK\3\4": "a zip archive or an Excel table"},
+    b"\xd0\xcf\x11\xe0": "an old Excel or Word document",
     **{
         b"(\xb5/\xfd": "compressed by zstd",
         b"\xfd7zXZ\0": "compressed by xz",
@@ -194,22 +209,36 @@ def is_packed(path: Path) -> bool:
         return file.read(len(GZIP)) == GZIP
 
 
+def encoding_of(path: Path, spec: DatasetSpec) -> str:
+    """The encoding that a byte order mark says, or else the recipe."""
+    with _unpacked(path) as file:
+        return marked_encoding(file.read(4)) or spec.encoding
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if is_packed(path) else path.open("rb")
+
+
+def head_of(path: Path) -> bytes:
+    """The first whole lines of a file as they are, unpacked; empty where it cannot be read."""
+    with contextlib.suppress(OSError, EOFError, zlib.error), _unpacked(path) as file:
+        head = file.read(MAX_SNIFFED_BYTES)
+        return head if len(head) < MAX_SNIFFED_BYTES else head[: head.rfind(b"\n") + 1]
+    return b""
+
+
 @contextmanager
-def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
-    """The text of a file, unpacked.
+def _open(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[IO[bytes]]:
+    """The text of a file, unpacked, as UTF-8.
 
     Raises:
         RefusedError: it begins as other kinds of files do.
     """
-    with path.open("rb") as raw:
+    with path.open("rb") as raw, contextlib.ExitStack() as stack:
         progress.raw = raw
-        if is_packed(path):
-            with gzip.open(raw, "rb") as unpacked:
-                _refuse_other_kind(cast("io.BufferedReader", unpacked).peek(8), path)
-                yield cast("IO[bytes]", unpacked)
-        else:
-            _refuse_other_kind(raw.peek(8), path)
-            yield raw
+        unpacked = cast("io.BufferedReader", stack.enter_context(gzip.open(raw, "rb")) if is_packed(path) else raw)
+        _refuse_other_kind(unpacked.peek(8), path)
+        yield as_utf8(unpacked, marked_encoding(unpacked.peek(4)) or spec.encoding)
     progress.known_share = 1.0
 
 
@@ -235,13 +264,12 @@ def _too_long(path: Path, number: int, what: str) -> RefusedError:
 def _refuse_other_kind(head: bytes, path: Path) -> None:
     found = next((kind for mark, kind in OTHER_KINDS.items() if head.startswith(mark)), None)
     if found is not None:
-        convert = f"iconv -f UTF-16 -t UTF-8 {path.name} > converted{known_suffix(path) or ''}"
         raise RefusedError(
-            "the file is not UTF-8",
+            "the file is no text",
             where=str(path),
             found=found,
-            expected="text in UTF-8, plain or compressed by gzip",
-            hint=convert if found == "UTF-16" else "name it by what it is, or unpack it",
+            expected="text, plain or compressed by gzip",
+            hint="save it as CSV (UTF-8)" if "Excel" in found else "name it by what it is, or unpack it",
         )
 
 
@@ -251,8 +279,8 @@ def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:
     yield from lines
 
 
-def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
-    with _open(path, progress) as file:
+def _read_jsonl(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
+    with _open(path, spec, progress) as file:
         for number, line in enumerate(_without_mark(_lines(file, path)), start=1):
             if line.strip():
                 yield _parse_json_line(line.rstrip(b"\r\n"), number)
@@ -269,7 +297,7 @@ def _parse_json_line(line: bytes, number: int) -> RawRow:
         return _as_row(JSON_DECODER.decode(line.decode("utf-8")), number)
     except UnicodeDecodeError as error:
         found = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
-        return _bad_row(number, "the line is not valid UTF-8", found)
+        return _bad_row(number, "the line is not valid UTF-8", found, hint=encoding_hint(line))
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some messages of json end in this way
         return _bad_row(number, "the line is not valid JSON", f"{what} at column {error.colno}", ONE_A_LINE)
@@ -289,9 +317,9 @@ def _as_row(value: object, number: int) -> RawRow:
     return _bad_row(number, "the row is not an object", describe_value(value), 'an object: {"text": "..."}')
 
 
-def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
+def _read_json(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
     """A JSON list of rows, or JSON lines under the name `.json`."""
-    with _open(path, progress) as file:
+    with _open(path, spec, progress) as file:
         content = _read_whole(file, path)
     # Broken bytes survive as lone surrogates here, so that they spoil one row and not the file.
     text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
@@ -303,8 +331,8 @@ def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
         try:
             json.loads(first_line)
         except ValueError:
-            raise _broken_json(path, text, start, "this is neither a list of rows nor one row a line") from None
-        yield from _read_jsonl(path, progress)
+            raise _no_rows_in(path, text, start) from None
+        yield from _read_jsonl(path, spec, progress)
         return
     yield from _read_json_list(path, text, start, progress)
 
@@ -386,8 +414,17 @@ def _checked_utf8(row: RawRow, source: str) -> RawRow:
         source.encode("utf-8")
     except UnicodeEncodeError as error:
         broken = f"byte 0x{ord(source[error.start]) - 0xDC00:02x} at character {error.start + 1} of the row"
-        return _bad_row(row.number, "the row is not valid UTF-8", broken)
+        return _bad_row(row.number, "the row is not valid UTF-8", broken, hint=encoding_hint(source))
     return row
+
+
+def _no_rows_in(path: Path, text: str, start: int) -> RefusedError:
+    """The error for JSON that is no list; where it is an object with a list of rows, with the way to get at them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        whole = json.loads(text[start:])
+        if isinstance(whole, dict) and (key := list_inside(whole)):
+            return rows_inside(key, str(path))
+    return _broken_json(path, text, start, "this is neither a list of rows nor one row a line")
 
 
 def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedError:
@@ -407,49 +444,92 @@ def own_delimiter(path: Path) -> str:
     return "\t" if known_suffix(path) == ".tsv" else ","
 
 
-def csv_delimiter(path: Path) -> str:
-    """The character between the columns of a table of text.
+TABLES = (".csv", ".tsv")
+MAX_COMPARED = 20
+"""Rows that tell the character between the columns."""
+NAME_CHARACTERS, NAME_WORDS = 40, 4
+"""Most of the name of a column; one that ends as a sentence does has two words at most."""
 
-    Another than `own_delimiter` only where that one leaves the header a single field, and exactly one other parts
-    header and first row into equally many: a file that is what its name says is never read in another way.
+
+class TableForm(NamedTuple):
+    """How a table of text is written."""
+
+    delimiter: str
+    header: list[str] | None
+    """Names of its columns where its first line has none: `column 1`, `column 2`; None: the line has them."""
+
+
+def table_form(path: Path, spec: DatasetSpec = PLAIN) -> TableForm:
+    """The form of a table of text, by its first rows.
+
+    The delimiter is another than `own_delimiter` only where that one does not part the first rows into equally many
+    fields, and exactly one other does: a file that is what its name says is never read in another way.
     """
     own, head = own_delimiter(path), ""
-    with contextlib.suppress(OSError, EOFError, zlib.error), _open(path, ReadProgress()) as file:
+    with contextlib.suppress(OSError, EOFError, zlib.error, UnicodeError), _open(path, spec, ReadProgress()) as file:
         head = file.read(MAX_SNIFFED_BYTES).decode("utf-8-sig", errors="replace")
-    if len(_first_records(head, own)[0]) > 1:
-        return own
-    fitting = []
-    for delimiter in DELIMITERS:
-        header, row = _first_records(head, delimiter)
-        if len(header) > 1 and all(map(str.strip, header[1:])) and len(row) in (0, len(header)):
-            fitting.append(delimiter)
-    return fitting[0] if len(fitting) == 1 else own
+    delimiter, first = own, _first_records(head, own)
+    if len({len(record) for record in first}) > 1 or max(map(len, first), default=0) < 2:
+        fitting = {other: records for other in DELIMITERS if _is_even(records := _first_records(head, other))}
+        fitting.pop(own, None)
+        if len(fitting) == 1:
+            ((delimiter, first),) = fitting.items()
+    names = first[0] if first else []
+    is_data = bool(names) and not _is_header(names, spec)
+    return TableForm(delimiter, [f"column {n}" for n in range(1, len(names) + 1)] if is_data else None)
 
 
-def _first_records(head: str, delimiter: str) -> tuple[list[str], list[str]]:
-    """Header and first row; each empty where there is none, or no valid one."""
+def _is_even(records: list[list[str]]) -> bool:
+    """Whether records have equally many fields, at least two, and the first one a name for all but an index."""
+    return len({len(record) for record in records}) == 1 and len(records[0]) > 1 and all(map(str.strip, records[0][1:]))
+
+
+def _is_header(names: list[str], spec: DatasetSpec) -> bool:
+    """Whether the first record has names: one that is known or that the recipe maps, or mostly words like names."""
+    filled = [name.strip() for name in names if name.strip()]
+    if any(name in spec.columns.values() for name in names) or any(map(is_known_column, filled)):
+        return True
+    is_counted = filled in ([str(n + first) for n in range(len(filled))] for first in (0, 1))  # as pandas counts
+    return is_counted or 2 * sum(map(_is_name, filled)) > len(filled)
+
+
+def _is_name(text: str) -> bool:
+    words = text.split()
+    is_sentence = text.endswith((".", "!", "?", "\u3002", "\uff1f")) and len(words) > 2
+    short = len(text) <= NAME_CHARACTERS and len(words) <= NAME_WORDS
+    return short and not is_sentence and any(map(str.isalpha, text))
+
+
+def _first_records(head: str, delimiter: str) -> list[list[str]]:
+    """The first records, up to one that is not valid, or that the end of `head` may have cut."""
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True)
-    records: list[list[str]] = [[], []]
+    records: list[list[str]] = []
     with contextlib.suppress(csv.Error):
-        records[0] = next(reader, [])
-        records[1] = next(filter(None, reader), [])
-    return records[0], records[1]
+        while len(records) < MAX_COMPARED and (record := next(reader, None)) is not None:
+            records += [record] if record else []
+    return records[:-1] if len(head) == MAX_SNIFFED_BYTES and 1 < len(records) < MAX_COMPARED else records
 
 
-def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
+def _read_csv(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit of 131,072 is shorter than real documents
-    with _open(path, progress) as binary, io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file:
-        reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
-        try:
-            header = next(reader, None)
-        except csv.Error as error:
-            found = printable(str(error))
-            raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
+    form = table_form(path, spec)
+    with (
+        _open(path, spec, progress) as binary,
+        io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file,
+    ):
+        reader = csv.reader(_lines(file, path), delimiter=form.delimiter, strict=True)
+        header, number = form.header, 1
         if header is None:
-            return
+            try:
+                header = next(reader, None)
+            except csv.Error as error:
+                found = printable(str(error))
+                raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
+            if header is None:
+                return
+            number = reader.line_num + 1
         header = _named(header)
         _refuse_double_columns(header, f"{path}:1")
-        number = reader.line_num + 1
         while True:
             try:
                 values = next(reader)
@@ -496,7 +576,7 @@ class RowCount:
     is_exact: bool = True
 
 
-def count_rows(path: Path, txt_rows: str = "paragraph") -> RowCount | None:
+def count_rows(path: Path, spec: DatasetSpec = PLAIN) -> RowCount | None:
     """As many rows as `read_file` gives, mostly without reading them; None where that takes long, or cannot be.
 
     Of large files that have a row a line, and of .txt files, the first `MAX_COUNTED_BYTES` are counted and scaled.
@@ -507,14 +587,14 @@ def count_rows(path: Path, txt_rows: str = "paragraph") -> RowCount | None:
             return RowCount(0, 0)
         if suffix == ".parquet":
             return RowCount(_parquet_head(path, COUNT_HEAD_S).num_rows, 0)
-        most = MAX_PARSED_BYTES if suffix in (".json", ".csv", ".tsv") else MAX_COUNTED_BYTES
-        with _open(path, progress) as file:
+        most = MAX_PARSED_BYTES if suffix in (".json", *TABLES) else MAX_COUNTED_BYTES
+        with _open(path, spec, progress) as file:
             head, size = file.read(most + 1).removeprefix(b"\xef\xbb\xbf"), path.stat().st_size
             read = cast("IO[bytes]", progress.raw).tell()
         is_whole = len(head) <= most
         if suffix == ".json" and head.lstrip(b" \t\r\n").startswith(b"["):
             return RowCount(len(json.loads(head)), len(head)) if is_whole else None
-        rows = _rows_in(head, path, txt_rows)
+        rows = _rows_in(head, path, spec)
     except (OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, RefusedError):
         return None
     if rows is None or is_whole or not read:
@@ -522,17 +602,17 @@ def count_rows(path: Path, txt_rows: str = "paragraph") -> RowCount | None:
     return RowCount(round(rows * size / read), round(len(head) * size / read), is_exact=False)
 
 
-def _rows_in(head: bytes, path: Path, txt_rows: str) -> int | None:
+def _rows_in(head: bytes, path: Path, spec: DatasetSpec) -> int | None:
     """Rows of the start of a file; None for a kind of file that is not counted."""
     suffix = known_suffix(path)
     if suffix in (".jsonl", ".ndjson", ".json"):
         return sum(1 for line in head.split(b"\n") if line.strip())
-    if suffix in (".csv", ".tsv"):
-        text = io.StringIO(head.decode("utf-8-sig", errors="replace"), newline="")
-        return max(0, sum(1 for row in csv.reader(text, delimiter=csv_delimiter(path)) if row) - 1)
+    if suffix in TABLES:
+        text, form = io.StringIO(head.decode("utf-8-sig", errors="replace"), newline=""), table_form(path, spec)
+        return max(0, sum(1 for row in csv.reader(text, delimiter=form.delimiter) if row) - (form.header is None))
     if suffix != ".txt":
         return None
-    return sum(1 for _ in text_rows(io.BytesIO(head), txt_rows, path))
+    return sum(1 for _ in text_rows(io.BytesIO(head), spec.txt_rows, path))
 
 
 class _ParquetHead(NamedTuple):
@@ -648,7 +728,7 @@ LARGE_BYTES = 1 << 30
 """The first row of larger files is looked at before all of them is."""
 
 
-def refuse_useless(path: Path, txt_rows: str = "paragraph") -> None:
+def refuse_useless(path: Path, spec: DatasetSpec = PLAIN) -> None:
     """Refuse a large file that its size or its first row makes useless, before all of it is read for its digest.
 
     Raises:
@@ -659,4 +739,4 @@ def refuse_useless(path: Path, txt_rows: str = "paragraph") -> None:
         if known_suffix(path) == ".json":
             check_list_size(path)
         else:
-            next(read_file(path, txt_rows=txt_rows), None)
+            next(read_file(path, spec), None)

@@ -10,10 +10,12 @@ from roundpipe_cli.choices import ROW_KINDS, RowType
 from roundpipe_cli.data.columns import (
     ANSWER_COLUMNS,
     SINGLE_TYPES,
+    columns_text,
     find_column,
     likely_columns,
-    messages_hint,
+    list_inside,
     refuse_layout,
+    rows_inside,
     unused_columns,
 )
 from roundpipe_cli.data.messages import (
@@ -302,7 +304,8 @@ class RowFormat:
         column = self.columns[field]
         if column not in row:
             kind = "preference pairs" if self.type == "preference" else f"type {self.type}"
-            hint = messages_hint(row, field) if field in LIST_FIELDS else None
+            likely = likely_columns([row]).get("messages") if field in LIST_FIELDS else None
+            hint = None if likely is None else f"name the column: `{columns_text({field: likely})}`"
             expected = f"`{column}` ({kind})"
             raise BadRowError(f"`{column}` is missing", found=column_names(row), expected=expected, hint=hint)
         return row[column]
@@ -341,18 +344,30 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
             row_format = _detect(spec, columns, where, find, every=every)
             if row_format is not None:
                 return row_format
-    refuse_layout(layouts, where)
-    expected = "; ".join(f"{row_type}: {', '.join(ROW_KINDS[row_type].fields)}" for row_type in SINGLE_TYPES)
-    first, second = likely_columns(layouts[0])
-    raise RefusedError(
-        "cannot tell the type of this dataset from its columns",
-        where=where,
-        found=column_names(dict.fromkeys(layouts[0])),
-        expected=expected,
-        hint=next(filter(None, map(messages_hint, rows)), None)
-        or delimiter_hint(layouts[0])
-        or f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
-    )
+    likely = likely_columns(rows) if not spec.columns else {}
+    refuse_layout(layouts, where, has_answer="completion" in likely)
+    if len(rows) == 1 and not likely and (column := list_inside(rows[0])) is not None:
+        raise rows_inside(column, where)
+    raise UnknownColumnsError(layouts[0], where, likely)
+
+
+class UnknownColumnsError(RefusedError):
+    """No type fits the columns of the rows. Exit code 2."""
+
+    def __init__(self, layout: Sequence[str], where: str, likely: Mapping[str, str]) -> None:
+        """
+        Args:
+            likely: fields to the columns that are likely to hold them; empty: nothing is known of them.
+        """
+        shown = likely or {"prompt": "COLUMN", "completion": "COLUMN"}
+        super().__init__(
+            "cannot tell the type of this dataset from its columns",
+            where=where,
+            found=column_names(dict.fromkeys(layout)),
+            expected="; ".join(f"{row_type}: {', '.join(ROW_KINDS[row_type].fields)}" for row_type in SINGLE_TYPES),
+            hint=delimiter_hint(layout) or f"name the columns: `{columns_text(shown)}`",
+        )
+        self.likely = likely
 
 
 FindColumn = Callable[[str, Sequence[str]], str | None]

@@ -8,6 +8,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from roundpipe_cli.choices import RowType
+from roundpipe_cli.data.encodings import encoding_hint
 from roundpipe_cli.errors import Problem
 from roundpipe_cli.units import escape_controls
 
@@ -126,6 +127,7 @@ def check_text(text: str, field: str) -> None:
                 f"{field} is not valid Unicode text",
                 found=f"a broken character at position {error.start + 1} of {len(text)}",
                 expected="UTF-8 text",
+                hint=encoding_hint(text),
             ) from None
 
 

@@ -43,6 +43,8 @@ class DatasetSpec:
     alpaca_join: AlpacaJoin = "blank_line"
     txt_rows: str = "paragraph"
     """Rows of a .txt file: `paragraph`, `line`, `file`, or else the text between two rows."""
+    encoding: str = "utf-8"
+    """Of a local text file without a mark that says it, by Python's name."""
 
 
 @dataclass(frozen=True)

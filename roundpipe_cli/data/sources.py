@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +17,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.data.columns import flattened
+from roundpipe_cli.data.encodings import is_text_encoding, is_utf8
 from roundpipe_cli.data.files import (
     SUFFIXES,
+    TABLES,
     ReadProgress,
     RowCount,
     count_rows,
-    csv_delimiter,
+    encoding_of,
     is_packed,
     known_suffix,
     own_delimiter,
     read_file,
     refuse_useless,
     structs_of,
+    table_form,
     table_row,
 )
 from roundpipe_cli.data.rows import DELIMITERS, RawRow, printable
@@ -353,15 +358,22 @@ class Source:
     _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:
-        """
+        """The rows; where the recipe names a column inside an object, such as `data.question`, as of `flattened`.
+
         Raises:
             RefusedError: missing, unreadable, or changed while it was read.
         """
+        inside = [name for name in self.spec.columns.values() if "." in name]
+        for row in self._rows():
+            is_flat = all(name in row.columns for name in inside)
+            yield row if is_flat else replace(row, columns=flattened(row.columns))
+
+    def _rows(self) -> Iterator[RawRow]:
         if self.file is not None:
             before = self.stamp or _stamp(self.file)
             is_plain = f"0{self.cut.start}{self.cut.stop}".isdigit()  # else the bounds depend on the number of rows
             count = sys.maxsize if is_plain else _num_rows(self.file, self.spec)
-            yield from islice(read_file(self.file, self.progress, self.spec.txt_rows), *self.cut.range(count))
+            yield from islice(read_file(self.file, self.spec, self.progress), *self.cut.range(count))
             if _stamp(self.file) != before:
                 raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
             return
@@ -392,7 +404,7 @@ def fingerprint(sources: Sequence[Source]) -> None:
     files = [(source, source.file) for source in sources if source.file is not None]
     for source, file in files:
         with _refusing(source):
-            refuse_useless(file, source.spec.txt_rows)
+            refuse_useless(file, source.spec)
             source.stamp = _stamp(file)
     for (source, file), digest in zip(files, digests_of([file for _, file in files], hashlib.sha256), strict=True):
         with _refusing(source):
@@ -472,7 +484,7 @@ def count_dataset(spec: DatasetSpec, folder: Path | None) -> RowCount | None:
         return None
     counts: list[RowCount] = []
     for one in sources:
-        found = count_rows(one.file, spec.txt_rows) if one.file else cached_hub_rows(spec, split.name)
+        found = count_rows(one.file, spec) if one.file else cached_hub_rows(spec, split.name)
         if found is None:
             return None
         counts.append(found)
@@ -523,7 +535,7 @@ def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Sou
 
 
 def _num_rows(file: Path, spec: DatasetSpec) -> int:
-    return sum(1 for _ in read_file(file, txt_rows=spec.txt_rows))
+    return sum(1 for _ in read_file(file, spec))
 
 
 def _near(tried: Sequence[Path]) -> str | None:
@@ -548,14 +560,27 @@ def _refuse_other_split(path: Path, split: Split, spec: DatasetSpec) -> None:
 
 def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
     shown = _shown(path)
+    if not is_text_encoding(spec.encoding):
+        expected, hint = "a name that Python knows: utf-8, cp1252, latin-1 ...", "without `encoding:` it is UTF-8"
+        raise RefusedError("unknown encoding", where=shown, found=spec.encoding, expected=expected, hint=hint)
     if known_suffix(path) is None:
         raise RefusedError("no reader for this kind of file", where=shown, expected="*" + ", *".join(SUFFIXES))
     notices: list[str] = []
-    if known_suffix(path) in (".csv", ".tsv") and (used := csv_delimiter(path)) != (own := own_delimiter(path)):
-        notices.append(f"{shown} has {DELIMITERS[used]} between its columns, not {DELIMITERS[own]}, and is read so")
-    with contextlib.suppress(OSError):  # told where it is read
+    if known_suffix(path) in TABLES:
+        form, own = table_form(path, spec), own_delimiter(path)
+        if form.delimiter != own:
+            used = DELIMITERS[form.delimiter]
+            notices.append(f"{shown} has {used} between its columns, not {DELIMITERS[own]}, and is read so")
+        if form.header is not None:
+            first = f"{form.header[0]} to {form.header[-1]}" if len(form.header) > 1 else form.header[0]
+            notices.append(f"{shown} has no line with names: its columns are called {first}")
+    with contextlib.suppress(OSError, EOFError, zlib.error):  # told where it is read
         if is_packed(path) and path.suffix.lower() != ".gz" and known_suffix(path) != ".parquet":
             notices.append(f"{shown} is compressed by gzip, and is read so")
+        if known_suffix(path) != ".parquet" and (used := encoding_of(path, spec)) != spec.encoding:
+            notices.append(f"{shown} is in {used.upper()} by its first bytes, and is read so")
+    if known_suffix(path) == ".parquet" and not is_utf8(spec.encoding):
+        notices.append(f"{shown} is a parquet file: `encoding: {spec.encoding}` has no effect on it")
     return Source(shown, path, spec, offline, notices=tuple(notices))
 
 

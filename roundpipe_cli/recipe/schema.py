@@ -280,6 +280,9 @@ class DatasetConfig:
     txt_rows: Literal["paragraph", "line", "file"] | Words = "paragraph"
     """Rows of a .txt file: its paragraphs, its lines, the whole file, or what stands between any other text that is
     given here, such as <|endoftext|>."""
+    encoding: Words = "utf-8"
+    """Encoding of local files of text, by Python's name: cp1252 is what Excel saves on a Western Windows, cp1251 on a
+    Cyrillic one. UTF-16 files say so themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from roundpipe_cli.cli.doctor import check_lines, doctor
 from roundpipe_cli.cli.init_choice import choose_settings, recipe_text
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
@@ -149,7 +150,7 @@ def test_init_writes_what_finetune_takes_without_a_gpu(tmp_path: Path, monkeypat
     for model, name in (("Qwen/Qwen3-1.7B", "small.yaml"), ("Qwen/Qwen3-4B", "large.yaml")):
         path = tmp_path / name
         choice = choose_settings(model, None, path)
-        path.write_text(recipe_text(choice, "rows.jsonl", path))
+        path.write_text(recipe_text(choice, DatasetSpec("rows.jsonl"), path))
         written.append(load_recipe(path))
         assert ("pipeline.devices [cpu, cpu]: there is no GPU here" in " ".join(choice.reasons)) is ("4B" in model)
     assert [loaded.recipe.pipeline.devices for loaded in written] == ["auto", ("cpu", "cpu")]

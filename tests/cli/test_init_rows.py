@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.init_choice import LOOKED_AT, choose_objective, choose_settings, look_at_rows
+from roundpipe_cli.cli.init_choice import choose_objective, choose_settings
+from roundpipe_cli.cli.init_rows import LOOKED_AT, Looked, look_at_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import plain_data
@@ -108,9 +109,13 @@ def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path, monkeypatch: py
     )
 
 
+def known(looked: Looked) -> tuple[bool | None, str]:
+    return looked.pairs, looked.unknown
+
+
 def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     """Rows that `data` would refuse are refused here too; those that are not there yet decide nothing."""
-    assert look_at_rows(str(tmp_path / "none.jsonl"), tmp_path)[0] is None
+    assert look_at_rows(str(tmp_path / "none.jsonl"), tmp_path).pairs is None
     assert choose_objective(None, None, None) == ("sft", "") and choose_objective("dpo", None, None)[0] == "dpo"
     assert choose_objective("simpo", "full", True) == ("simpo", "objective simpo: the rows are preference pairs.")
     assert choose_objective(None, "full", True)[0] == "orpo" and choose_objective(None, "qlora", True)[0] == "dpo"
@@ -128,7 +133,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     for row, expected in (
         ({"prompt": "a", "completion": "b", "label": True}, "KTO"),
         ({"prompt": "a"}, "prompts without an answer"),
-        ({"colour": "a"}, "cannot tell the type"),
+        ({"colour": 3}, "cannot tell the type"),
         ({"messages": [{"role": "user", "content": "a"}]}, "has nothing to train on"),
     ):
         file.write_text(f"{json.dumps(row)}\n" * 3)
@@ -138,7 +143,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     with pytest.raises(RefusedError):
         look_at_rows("rows.jsonl", tmp_path)
     file.write_text(file.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    assert look_at_rows("rows.jsonl", tmp_path) == (True, "")
+    assert known(look_at_rows("rows.jsonl", tmp_path)) == (True, "")
 
 
 def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +153,10 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeyp
     folder.mkdir()
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text(json.dumps(ROWS["chat"](1)) + "\n")
-    assert look_at_rows("rows", tmp_path) == (False, "")
+    assert known(look_at_rows("rows", tmp_path)) == (False, "")
     (folder / "c.jsonl").write_text("\n")
-    assert look_at_rows("rows", tmp_path) == (False, ""), "a file without rows is left out, as training does"
-    (folder / "c.jsonl").write_text(json.dumps({"colour": "a"}) + "\n")
+    assert known(look_at_rows("rows", tmp_path)) == (False, ""), "a file without rows is left out, as training does"
+    (folder / "c.jsonl").write_text(json.dumps({"colour": 3}) + "\n")
     with pytest.raises(RefusedError, match="cannot tell the type"):
         look_at_rows("rows", tmp_path)
     (folder / "c.jsonl").write_text(json.dumps(ROWS["preference"](1)) + "\n")
@@ -161,7 +166,7 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeyp
     (folder / "c.jsonl").unlink()
     for number in range(LOOKED_AT):
         (folder / f"d{number:02}.jsonl").write_text((folder / "a.jsonl").read_text())
-    assert "2 of 22 files, such as" in look_at_rows("rows", tmp_path)[1]
+    assert "2 of 22 files, such as" in look_at_rows("rows", tmp_path).unknown
     (folder / "e.txt").write_text("a text\n")
     (folder / "f.csv").write_text("text\na\n")
     for data, expected in (("rows", "files of several kinds"), ("rows/broken.jsonl", "not valid JSON")):

@@ -238,7 +238,7 @@ def test_messages_that_are_no_json_text(tmp_path: Path) -> None:
         (["question", "final_answer"], "prompt: question, completion: final_answer"),
         (["model_output", "user_input", "id"], "prompt: user_input, completion: model_output"),
         (["Frage", "Antwort"], "prompt: Frage, completion: Antwort"),
-        (["rejected", "better"], "prompt: better, completion: COLUMN"),
+        (["rejected", "better"], "prompt: COLUMN, completion: COLUMN"),
     ],
 )
 def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path, columns: list[str], hint: str) -> None:

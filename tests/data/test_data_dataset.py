@@ -16,7 +16,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
-from roundpipe_cli.cli.init_choice import look_at_rows
+from roundpipe_cli.cli.init_rows import look_at_rows
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.sources import count_dataset
@@ -436,7 +436,7 @@ def test_a_file_without_rows_is_left_out_and_counted(tmp_path: Path, ending: str
         count = count_dataset(DatasetSpec(str(path), split=split), None)
         assert count is not None and (count.num_rows, count.is_exact) == (kept, True)
         assert bool(count.num_bytes) == (ending != ".parquet"), "the tokens of the others can be estimated"
-    assert look_at_rows(str(folder), tmp_path) == (False, "")
+    assert look_at_rows(str(folder), tmp_path).pairs is False
     for name in "bd":
         (folder / f"{name}{ending}").unlink()
     for path, told in ((folder, "of 2 files"), (folder / f"a{ending}", "")):

@@ -329,17 +329,17 @@ def test_plain_prompts_stay_plain_where_asked(tmp_path: Path) -> None:
 def test_rows_of_a_text_file(tmp_path: Path, kind: str, expected: list[tuple[int, str]], mark: str) -> None:
     path = tmp_path / "x.txt"
     path.write_text(mark + "a\nb\n\n---\n\nc --- d\n\ne\n", encoding="utf-8")
-    assert [(row.number, row.columns["text"]) for row in read_file(path, txt_rows=kind)] == expected
+    assert [(row.number, row.columns["text"]) for row in read_file(path, DatasetSpec("", txt_rows=kind))] == expected
 
 
 def test_rows_of_a_text_file_that_are_broken_or_blank(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(b"a\xff\n---\n---\nb\r\nc\n")
-    first, second = read_file(path, txt_rows="---")
+    first, second = read_file(path, DatasetSpec("", txt_rows="---"))
     assert first.fault is not None and first.fault.what == "the text between separators is not valid UTF-8"
     assert (second.number, second.columns["text"]) == (4, "b\nc")
     path.write_bytes(b"")
-    assert list(read_file(path, txt_rows="file")) == []
+    assert list(read_file(path, DatasetSpec("", txt_rows="file"))) == []
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import json
 import os
 import random
 import re
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from roundpipe_cli.data import files
-from roundpipe_cli.data.files import OTHER_KINDS, refuse_useless
-from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.encodings import guess_encoding
+from roundpipe_cli.data.files import OTHER_KINDS, head_of, refuse_useless
+from roundpipe_cli.data.rows import BadRowError, RawRow, check_text
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import check_files, count_dataset, find_sources, fingerprint, no_rows, parse_split
 from roundpipe_cli.errors import RefusedError
@@ -31,8 +34,8 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def read(path: Path, split: str = "train") -> list[RawRow]:
-    (source,) = find_sources(DatasetSpec(str(path), split=split), None, offline=True)
+def read(path: Path, split: str = "train", encoding: str = "utf-8") -> list[RawRow]:
+    (source,) = find_sources(DatasetSpec(str(path), split=split, encoding=encoding), None, offline=True)
     return list(source.rows())
 
 
@@ -142,7 +145,7 @@ def test_a_comma_file_means_what_it_meant(tmp_path: Path, text: str, columns: di
 
 def test_headers_of_csv(tmp_path: Path) -> None:
     """A delimiter that cannot be told is named where a row does not fit."""
-    row = read(write(tmp_path / "x.csv", "id;question, short;answer\n1;Hi;Yo\n"))[0]
+    row = read(write(tmp_path / "x.csv", "id;question, short;answer\n1;Hi;Yo\n2;Hi\n"))[0]
     assert row.fault is not None and "semicolons" in str(row.fault.hint)
     assert read(write(tmp_path / "x.csv", "a,b\n")) == read(write(tmp_path / "zero.csv", "")) == []
     for text, what in (("a,a\n1,2\n", "two columns have the same name"), ('a,"b"c\n1,2\n', "header is not valid CSV")):
@@ -206,7 +209,7 @@ def test_a_file_is_what_its_bytes_say(tmp_path: Path, name: str) -> None:
     plain = find_sources(DatasetSpec(str(write(tmp_path / f"{name}.gz", text))), None, offline=True)
     assert not plain[0].notices and len(list(plain[0].rows())) == 1, "nor need a file of that name be compressed"
     for head, kind in OTHER_KINDS.items():
-        with pytest.raises(RefusedError, match="not UTF-8") as caught:
+        with pytest.raises(RefusedError, match="the file is no text") as caught:
             read(write(tmp_path / name, head + b"\0" * 20))
         assert caught.value.problems[0].found == kind
 
@@ -228,12 +231,85 @@ def test_columns_without_a_name_have_that_of_pandas(tmp_path: Path, header: str,
     assert row.columns == dict(zip(names, "123", strict=True))
 
 
-def test_utf16_and_unknown_kinds_are_refused(tmp_path: Path) -> None:
-    for name in ("x.jsonl", "x.json", "x.csv"):
-        with pytest.raises(RefusedError, match="not UTF-8"):
-            read(write(tmp_path / name, '{"a": 1}'.encode("utf-16")))
+def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="no reader for this kind of file"):
         read(write(tmp_path / "x.docx", "PK"))
+
+
+TEXTS = {
+    "cp1252": "Wie heißt die größte Stadt? L’été à Köln – für Ärzte öfter",
+    "cp1250": "Zażółć gęślą jaźń. Příliš žluťoučký kůň",
+    "cp1251": "Как дела? Привет, мир! Это ответ.",
+    "cp1253": "Τι κάνεις; Καλημέρα κόσμε",
+    "cp1254": "İstanbul’da hava nasıl? Çok güzel ağaç şimdi",
+    "cp932": "日本の首都はどこですか？東京です。",
+    "gb18030": "中国的首都是哪里？北京是中国的首都。",
+    "mac_roman": "Wie heißt die größte Stadt? Für Ärzte übrigens",
+    "cp850": "Wie heißt die größte Stadt für uns?",
+}
+
+
+@pytest.mark.parametrize("encoding", [*TEXTS, "utf-16", "utf-16-be", "utf-32", "utf-8-sig"])
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl", "x.json", "x.txt", "x.csv.gz"])
+def test_a_text_in_any_encoding_is_read_as_it_was_written(tmp_path: Path, encoding: str, name: str) -> None:
+    """Story: what Excel saves was refused row by row, with the hint to skip every row that has an accent."""
+    said, ending = TEXTS.get(encoding, TEXTS["cp1252"]), Path(name.removesuffix(".gz")).suffix
+    mark = "\t" if ending == ".tsv" else ","
+    row = json.dumps({"text": said}, ensure_ascii=False)
+    content = {".txt": said, ".jsonl": row, ".json": f"[{row}]"}.get(ending, f'text{mark}n\r\n"{said}"{mark}1\r\n')
+    data = content.encode(encoding)
+    path = write(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
+    has_mark = encoding in ("utf-16", "utf-32", "utf-8-sig")
+    assert guess_encoding(head_of(path)) == (None if has_mark else encoding)
+    spec = DatasetSpec(str(path), encoding="utf-8" if has_mark else encoding)
+    (source,) = find_sources(spec, None, offline=True)
+    (read_row,) = source.rows()
+    assert read_row.fault is None and read_row.columns["text"] == said
+    assert (count := count_dataset(spec, None)) is not None and count.num_rows == 1
+    if encoding in ("utf-16", "utf-32"):
+        assert source.notices == (f"{path} is in {encoding.upper()} by its first bytes, and is read so",)
+    elif encoding in TEXTS:
+        (plain,) = find_sources(replace(spec, encoding="utf-8"), None, offline=True)
+        (bad,) = plain.rows()
+        with suppress(BadRowError):
+            check_text(str(bad.columns.get("text", "")), "`text`")
+            assert bad.fault is not None and f"`encoding: {encoding}`" in str(bad.fault.hint)
+    with pytest.raises(RefusedError, match="the file is no text in utf-16"):
+        read(write(tmp_path / "y.jsonl", b"abc"), encoding="utf-16-le")
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("Was ist ein Lock?,Eine Datei.\nUnd nun?,Ja.\n", ["column 1", "column 2"]),
+        ("What is 2+2?,4\nWhat is 3+3?,6\n", ["column 1", "column 2"]),
+        ("Was, bitte, ist ein Lock?;Eine Datei, die sperrt.\nUnd nun?;Ja, gut.\n", ["column 1", "column 2"]),
+        ("1,Wie geht es dir heute so?,Es geht mir gut.\n", ["column 1", "column 2", "column 3"]),
+        ("Frage,Antwort\nWie?,So.\n", ["Frage", "Antwort"]),
+        ("q,a\nWie?,So.\n", ["q", "a"]),
+        ("Frage des Kunden,Unsere Antwort\nWie?,So.\n", ["Frage des Kunden", "Unsere Antwort"]),
+        ("Zeitstempel,Was möchtest du von uns wissen?,Antwort\n1.1.,Wie?,So.\n", None),
+        ("0,1\nWie?,So.\n", ["0", "1"]),
+        ("prompt\nWie geht es dir?\n", ["prompt"]),
+    ],
+)
+def test_a_table_without_names_is_recognised(tmp_path: Path, text: str, columns: list[str] | None) -> None:
+    """Story: the first row of a file without a header line was lost, and its words were the names of the columns."""
+    path = write(tmp_path / "x.csv", text)
+    (source,) = find_sources(DatasetSpec(str(path)), None, offline=True)
+    rows, lines = list(source.rows()), text.splitlines()
+    names = columns or lines[0].split(",")
+    assert list(rows[0].columns) == names
+    has_names = names[0] != "column 1"
+    assert len(rows) == len(lines) - has_names and rows[0].number == 1 + has_names
+    assert any("no line with names" in notice for notice in source.notices) is not has_names
+    assert (count := count_dataset(DatasetSpec(str(path)), None)) is not None and count.num_rows == len(rows)
+    if not has_names:
+        mark = ";" if ";" in text else ","
+        given = DatasetSpec(str(path), columns={"prompt": lines[0].split(mark)[0]})
+        assert len(list(find_sources(given, None, offline=True)[0].rows())) == len(lines) - 1, (
+            "what is mapped is a name"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""What `init` learns of a file of rows: its encoding, its columns, whether rows are pairs, and how it is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roundpipe_cli.choices import ROW_KINDS
+from roundpipe_cli.data.columns import columns_text
+from roundpipe_cli.data.encodings import guess_encoding, is_utf8
+from roundpipe_cli.data.formats import UnknownColumnsError, decide_format
+from roundpipe_cli.data.rows import BadRowError, RawRow, in_chunks, printable
+from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.regular_files import named_path
+
+if TYPE_CHECKING:
+    from roundpipe_cli.data.sources import Source
+
+LOOKED_AT = 20
+"""Rows of a file that `init` looks at, and files; it refuses rows where each is bad."""
+FIELDS = tuple(dict.fromkeys(field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional)))
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What is known of the rows."""
+
+    spec: DatasetSpec
+    """Their file, with the encoding and the columns that the recipe will have."""
+    pairs: bool | None = None
+    """Whether they are preference pairs; None: not known."""
+    unknown: str = ""
+    """A reason for the recipe's header that says of which files nothing is known; empty: none."""
+    is_guess: bool = False
+    """The columns were not named by anybody."""
+    row: Mapping[str, object] | None = None
+    """The first row."""
+
+    @property
+    def use(self) -> str:
+        """`use Frage as the prompt and Antwort as the completion`."""
+        named = (f"{printable(name, 60)} as the {field}" for field, name in self.spec.columns.items())
+        return f"use {' and '.join(named)}"
+
+    @property
+    def sample(self) -> list[str]:
+        """Lines: the first row as it is, and as it would be read."""
+        row, read = self.row or {}, self.spec.columns
+        rows = [(name, value) for name, value in row.items() if not name.startswith("Unnamed: ")]
+        fields = [(field, row.get(name)) for field, name in read.items()]
+        width = max(len(printable(name, 30)) for name, _ in (*rows, *fields))
+        lines = [f"  {printable(name, 30):{width}}  {printable(str(value), 60)}" for name, value in (*rows, *fields)]
+        return ["its first row:", *lines[: len(rows)], "as training would see it:", *lines[len(rows) :]]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons for the recipe's header."""
+        said = []
+        if not is_utf8(self.spec.encoding):
+            said.append(
+                f"encoding {self.spec.encoding}: {self.spec.path} is not UTF-8, and looks like this; `roundpipe data` "
+                "shows its words as they are read. Others: cp1252 and cp1251 (Excel on Windows), mac_roman, gb18030."
+            )
+        if self.is_guess:
+            said.append(
+                f"{columns_text(self.spec.columns)}: no column has a name that is known, so that this is a guess; look "
+                "at it with `roundpipe data`, and change the line, or say `init --columns prompt=...,completion=...`."
+            )
+        return (*said, *filter(None, [self.unknown]))
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """`prompt=Frage,completion=Antwort` as our fields to columns; names may hold commas.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    columns = {}
+    for part in re.split(r",(?=\s*\w+=)", text) if text.strip() else ():
+        field, _, name = (word.strip() for word in part.partition("="))
+        if field not in FIELDS or not name:
+            near = closest(field, list(FIELDS))
+            raise RefusedError(
+                "a column cannot be named so",
+                where="--columns",
+                found=printable(part.strip()),
+                expected="prompt=COLUMN,completion=COLUMN, or messages=COLUMN, text=COLUMN ...",
+                hint=f"did you mean `{near}`?" if near and near != field else None,
+            )
+        columns[field] = name
+    return columns
+
+
+def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = None) -> Looked:
+    """What the first rows of each file say, read in the encoding that they are in; with the columns that are likely to
+    be meant where none is known or given.
+
+    Args:
+        columns: our fields to columns.
+
+    Raises:
+        RefusedError: `data` would refuse the rows of a file, whatever the objective.
+    """
+    from roundpipe_cli.data.sources import find_sources, no_rows
+
+    spec = DatasetSpec(data, columns=columns or {})
+    sources: list[Source] = []
+    try:
+        sources = find_sources(spec, folder, offline=True)
+    except RefusedError:
+        if (folder / named_path(data)).exists():  # otherwise the rows may come later
+            raise
+    if (encoding := _encoding(sources)) is not None:
+        spec = replace(spec, encoding=encoding)
+        sources = find_sources(spec, folder, offline=True)
+    known, first = dict[bool, str](), None
+    unknown, num_empty = [source.name for source in sources[LOOKED_AT:]], 0
+    for source in sources[:LOOKED_AT]:
+        read = _first_rows(source)
+        try:
+            pairs = _are_pairs(source, read or [])
+        except UnknownColumnsError as error:
+            if not error.likely:
+                raise
+            return replace(look_at_rows(data, folder, error.likely), is_guess=True)
+        first = first or next((row.columns for row in read or () if row.fault is None), None)
+        if read is not None and not read:
+            num_empty += 1
+        elif pairs is None:
+            unknown.append(source.name)
+        else:
+            known.setdefault(pairs, source.name)
+    if sources and num_empty == len(sources):
+        raise no_rows(sources)
+    if len(known) == 2:
+        what, found = "files with and without preference pairs", f"pairs in {known[True]}, none in {known[False]}"
+        raise RefusedError(f"{what} cannot be trained together", where=data, found=found, hint="a recipe for each kind")
+    after = "`roundpipe data` shows what training sees of them"
+    if known:
+        files = f"{len(unknown)} of {len(sources)} files, such as {unknown[-1]}" if unknown else ""
+        said = f"Nothing is known of the rows of {files}: {after}." if unknown else ""
+        return Looked(spec, next(iter(known)), said, row=first)
+    what = f"the hub's {data}" if sources and sources[0].file is None else data
+    said = f"Nothing is known of the rows of {what}: {after}; preference pairs need `init --objective`."
+    return Looked(spec, unknown=said)
+
+
+def _encoding(sources: Sequence[Source]) -> str | None:
+    """The encoding that the first file looks like which is not UTF-8; None: all are."""
+    from roundpipe_cli.data.files import head_of, known_suffix
+
+    files = [one.file for one in sources[:LOOKED_AT] if one.file and known_suffix(one.file) != ".parquet"]
+    return next(filter(None, (guess_encoding(head_of(file)) for file in files)), None)
+
+
+def _first_rows(source: Source) -> list[RawRow] | None:
+    """None where they cannot be read, or not without a network."""
+    try:
+        return next(in_chunks(source.rows()), []) if source.file is not None else None
+    except (OSError, ValueError):  # another command says what is wrong
+        return None
+
+
+def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
+    """Whether these first rows are preference pairs; None without rows.
+
+    Raises:
+        RefusedError: `data` would refuse them all.
+    """
+    spec = source.spec
+    rows = [row for row in read if row.fault is None][:LOOKED_AT]
+    faults = [replace(row.fault, where=source.where(row.number)) for row in read if row.fault is not None]
+    if faults and not rows:
+        raise RefusedError(**asdict(faults[0]))
+    if not rows:
+        return None
+    columns, row_format = [row.columns for row in rows], None
+    with suppress(RefusedError):
+        row_format = decide_format(replace(spec, pairs=True), columns, source.name)
+    pairs = row_format is not None
+    row_format = row_format or decide_format(spec, columns, source.name)
+    for row in rows:
+        try:
+            own = row_format.fitted(row.columns)
+            opened = own.opened(row.columns)
+            own.unused(opened)
+            own.parse(opened)
+            return pairs
+        except BadRowError as error:
+            faults.append(replace(error.fault, where=source.where(row.number)))
+    raise RefusedError(**asdict(faults[0]))
