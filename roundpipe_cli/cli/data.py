@@ -80,7 +80,8 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.new_tokens import load_with_tokens
-    from roundpipe_cli.train.prepare.rows import mix_of, read_rows
+    from roundpipe_cli.train.prepare.rows import read_rows
+    from roundpipe_cli.train.prepare.steps import mix_of
 
     recipe = loaded.recipe
     ways: dict[str, Any] = {"offline": offline, "weights": False, "tell": LinePrinter(1)}
@@ -104,7 +105,7 @@ def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingCh
     from roundpipe_cli.data.tokenized import choose_packing, hold_out
     from roundpipe_cli.planning.admission import packing_obstacle
     from roundpipe_cli.recipe.load import resolve_path
-    from roundpipe_cli.train.prepare.rows import mix_of
+    from roundpipe_cli.train.prepare.steps import mix_of
 
     recipe = loaded.recipe
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,26 +11,21 @@ import typer
 
 from roundpipe_cli.cli.output import VERDICTS, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.cli.parameter_counts import build_counts
+from roundpipe_cli.cli.run_length import RunLength, run_length, time_to_finish
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import aligned, counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.cost import LayerCost, StageRange
-    from roundpipe_cli.data.files import RowCount
-    from roundpipe_cli.data.tokenized import PackingChoice
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Change, Solution
     from roundpipe_cli.planning.what_if import Combination
     from roundpipe_cli.recipe.load import LoadedRecipe
-    from roundpipe_cli.recipe.schema import Recipe
 
 
 # The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
 
 NO_GPU_HINT = "No GPU here: planned for the CPU. Other machines: --hardware 1x4090, 2x3090,host_memory_gib=64, 1xh100"
-
-EXAMPLE_ROWS = 10_000
-"""Number of steps whose time is shown where a run's own are not known."""
 
 
 def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: RunLength | None = None) -> list[str]:
@@ -69,7 +61,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         *_memory(answer),
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
-        f"  time to finish  {_time_to_finish(answer, length or run_length(answer))}",
+        f"  time to finish  {time_to_finish(answer, length or run_length(answer))}",
         *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith(SLOW_NOTE)),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
@@ -105,135 +97,8 @@ def _memory(answer: Plan) -> list[str]:
     return [f"  {'GPU' if gpus else 'CPU'} memory      {device}", f"  host memory     {host}"]
 
 
-BYTES_PER_TOKEN = 4
-"""Bytes of text a token: usual for English and code (assumed); other languages have fewer, so longer runs."""
-MAX_BYTE_VOCABULARY = 1024
-"""The largest vocabulary that is taken for one of single bytes."""
-MOST_OFF = 1.5
-"""An estimate of a row's tokens is taken to be within so many times the truth; where `packing: auto` would answer
-differently within that, the plan leaves the answer to `roundpipe data`, which counts."""
-
-
-UNDECIDED = "packed or not as `roundpipe data` says"
-
-
-@dataclass(frozen=True, slots=True)
-class RunLength:
-    """Optimizer steps of a whole run."""
-
-    steps: int | None
-    """None: the rows cannot be counted here."""
-    why: str
-    """How the number is known, or why it is not."""
-    is_packed: bool = False
-    """Rows are packed, so there are fewer sequences than rows."""
-    packing: str = ""
-    """The answer of `packing: auto`, a line; empty where the recipe says yes or no."""
-
-
-def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token: float = BYTES_PER_TOKEN) -> RunLength:
-    """The length of a recipe's run, as far as the recipe and the files that it names say.
-
-    Args:
-        obstacle: why the model or the recipe cannot train on packed rows; None where it can.
-    """
-    from roundpipe_cli.data.settings import DatasetSpec
-    from roundpipe_cli.data.sources import count_dataset
-    from roundpipe_cli.data.tokenized import RowMix, held_out_count
-
-    recipe, tokens = loaded.recipe, None
-    counts: list[RowCount] = []
-    for entry in recipe.datasets:
-        spec = DatasetSpec(entry.path, split=entry.split, name=entry.name, txt_rows=entry.txt_rows)
-        found = count_dataset(spec, loaded.folder)
-        if found is None:
-            is_packed, how, line = _packing(recipe, None, None, obstacle)
-            if recipe.max_steps is not None:
-                return RunLength(recipe.max_steps, f"max_steps{how}", is_packed, line)
-            return RunLength(None, f"the rows of {entry.path} cannot be counted here", is_packed, line)
-        if found.is_exact and not found.num_rows:
-            return RunLength(None, f"{entry.path} has no rows, which `finetune` refuses")
-        counts.append(found)
-    total = sum(count.num_rows for count in counts)
-    share = 1 - held_out_count(total, recipe.val_set_size) / max(1, total)
-    by_source = [round(count.num_rows * share) for count in counts]
-    rows = RowMix(by_source, [entry.weight for entry in recipe.datasets], recipe.seed, recipe.shuffle).rows_per_epoch
-    if rows and all(count.num_bytes for count in counts):
-        tokens = sum(count.num_bytes for count in counts) / bytes_per_token / total
-    is_packed, how, line = _packing(recipe, rows, tokens, obstacle)
-    sequences, is_exact = rows, all(count.is_exact for count in counts)
-    if is_packed and tokens is not None:
-        sequences = _packed_sequences(rows, tokens, recipe.max_seq_length)
-    elif is_exact and rows < recipe.rows_per_step:
-        how += f"; fewer rows than the {recipe.rows_per_step} of a step, which `finetune` refuses"
-    if recipe.max_steps is not None:
-        return RunLength(recipe.max_steps, f"max_steps{how}", is_packed, line)
-    why = f"{'' if is_exact else 'about '}{counted(total, 'row')}"
-    if recipe.packing is not False and tokens is not None:
-        why += f" of about {max(1, round(min(tokens, recipe.max_seq_length)))} tokens"
-    steps = math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs
-    return RunLength(steps, why + how, is_packed, line)
-
-
-def _packed_sequences(rows: int, tokens: float, max_seq_length: int) -> int:
-    return math.ceil(rows * min(tokens, max_seq_length) / max_seq_length)
-
-
-def _packing(recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None) -> tuple[bool, str, str]:
-    """Whether rows of so many estimated tokens are packed, that as the end of a phrase, a line if we are to choose."""
-    if recipe.packing != "auto":
-        words = ", packed" if tokens is not None else ", before packing"
-        return recipe.packs, words if recipe.packs else "", ""
-    choice = _packing_choice(recipe, rows, tokens, obstacle)
-    if choice is not None:
-        line = choice.describe() + ("" if tokens is None else "; tokens are estimated")
-        return choice.packs, f", {'packed' if choice.packs else 'not packed'}", line
-    known = "the tokens of a row are not known here" if tokens is None else f"rows have about {tokens:,.0f} tokens"
-    return False, f", {UNDECIDED}", f"packing (auto): {UNDECIDED}: {known}"
-
-
-def _packing_choice(
-    recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None
-) -> PackingChoice | None:
-    """The answer of `packing: auto` by the rule of `data` and a run; None where only counted tokens can tell."""
-    from roundpipe_cli.data.tokenized import PackingChoice, decide_packing
-
-    if tokens is None and obstacle is not None:
-        return PackingChoice(False, obstacle)
-    if not rows:
-        return None
-    most, answers = recipe.max_seq_length, list[PackingChoice]()
-    for each in (1, most / 2, most) if tokens is None else (tokens, tokens / MOST_OFF, tokens * MOST_OFF):
-        whole = math.ceil(rows / max(1, most // max(1, round(each))))  # a sequence has whole rows only
-        for count in (_packed_sequences(rows, each, most), whole):
-            answers.append(decide_packing(recipe, each, rows, partial(int, count), obstacle=obstacle))
-    if len({answer.packs for answer in answers}) > 1:
-        return None
-    too_few = PackingChoice(False, f"{counted(rows, 'row')} would make too few steps")
-    return too_few if tokens is None else answers[0]
-
-
-def run_length(answer: Plan) -> RunLength:
-    """The length of the run that is planned."""
-    from roundpipe_cli.planning.admission import packing_obstacle
-
-    question = answer.question
-    obstacle = packing_obstacle(question.found, question.loaded.recipe)
-    of_bytes = question.architecture.vocab_size <= MAX_BYTE_VOCABULARY
-    return length_of(question.loaded, obstacle, 1 if of_bytes else BYTES_PER_TOKEN)
-
-
 def _assumptions(answer: Plan, length: RunLength) -> list[str]:
     return [*answer.assumptions, *([length.packing] if length.packing else [])]
-
-
-def _time_to_finish(answer: Plan, length: RunLength) -> str:
-    recipe, steps = answer.question.loaded.recipe, length.steps
-    if steps is None:
-        each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
-        return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({length.why})"
-    full = "" if length.is_packed else ", if every row is full"
-    return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({length.why}){full}"
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:

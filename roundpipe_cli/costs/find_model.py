@@ -150,6 +150,7 @@ def _as_config(metadata: dict[str, Any]) -> dict[str, Any]:
     config["vocab_size"] = metadata.get("tokenizer.ggml.tokens") or metadata.get(f"{model_type}.vocab_size")
     config["stored_parameters"] = metadata["num_elements"] or None
     config["tie_word_embeddings"] = not metadata["has_output_matrix"]
+    config["chat_template"] = metadata.get("tokenizer.chat_template")
     config["model_type"] = {"qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "gemma3": "gemma3_text"}.get(
         model_type, model_type.replace("-", "_")
     )

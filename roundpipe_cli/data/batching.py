@@ -198,6 +198,13 @@ class BatchSampler:
         size = self._micro_batch_size
         return [taken[first : first + size] for first in range(0, len(taken), size)]
 
+    def steps_ahead(self, count: int) -> list[list[RowBatch]]:
+        """The microbatches of the next steps, which stay the next."""
+        position = self.position
+        steps = [self.next_step() for _ in range(count)]
+        self.position = position
+        return steps
+
     @property
     def epochs_done(self) -> float:
         """Epochs up to the position, with the part of one that is done."""

@@ -389,7 +389,7 @@ def flattened(row: Mapping[str, object]) -> Mapping[str, object]:
         return row
     made: dict[str, object] = {}
     for name, value in row.items():
-        is_object = isinstance(value, Mapping) and value and not is_decoded_media(value) and not holds_messages(value)
+        is_object = isinstance(value, Mapping) and not is_decoded_media(value) and not {"role", "from"} & set(value)
         inner = flattened(value).items() if is_object and isinstance(value, Mapping) else ()
         made |= {f"{name}.{key}": item for key, item in inner} or {name: value}
     return made

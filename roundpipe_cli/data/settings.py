@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from roundpipe_cli.choices import RowRole, RowType
 
@@ -45,6 +45,18 @@ class DatasetSpec:
     """Rows of a .txt file: `paragraph`, `line`, `file`, or else the text between two rows."""
     encoding: str = "utf-8"
     """Of a local text file without a mark that says it, by Python's name."""
+
+
+def spec_of(entry: Any) -> DatasetSpec:
+    """An entry of a recipe's `datasets` in this room's terms; whether rows are pairs is not decided here."""
+
+    def named(kind: type[Any]) -> dict[str, Any]:
+        return {one.name: getattr(entry, one.name) for one in fields(kind) if hasattr(entry, one.name)}
+
+    columns = {str(key): value for key, value in entry.columns.items()}
+    row_type = "auto" if entry.type == "preference" else entry.type
+    own = {"type": row_type, "columns": columns, "rules": TrainRules(**named(TrainRules))}
+    return DatasetSpec(**named(DatasetSpec) | own)
 
 
 @dataclass(frozen=True)

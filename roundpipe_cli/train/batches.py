@@ -14,7 +14,7 @@ from roundpipe_cli.data.collate import collate, collate_packed, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.rows import rows_of_steps
+from roundpipe_cli.train.prepare.steps import rows_of_steps
 
 ROW_LOG_VARIABLE = "ROUNDPIPE_ROW_LOG"
 

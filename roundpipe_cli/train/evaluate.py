@@ -40,7 +40,7 @@ from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.preference import score_pairs
 from roundpipe_cli.train.prepare.base_files import end_tokens
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.rows import grouping_of
+from roundpipe_cli.train.prepare.steps import grouping_of
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.scoring import InterruptedScoring, Scorer
 

@@ -14,7 +14,6 @@ from roundpipe_cli.engine.host_memory import UnusedHeap
 from roundpipe_cli.errors import StoppedError, redact_values
 from roundpipe_cli.events import DeviceLost, Event, Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
-from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
@@ -44,40 +43,21 @@ from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.preference import pair_metrics
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.steps import find_waiting
 from roundpipe_cli.train.result.export import write_run_card
 from roundpipe_cli.train.result.report import RunLog, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import EXIT_CODES, Reporting, StopSignals
 from roundpipe_cli.train.step_runner import StepRunner
-from roundpipe_cli.units import counted, shown_step
-
-NAMED_BUBBLE = 0.15
-"""Predicted share of waiting above which a run names it before its first step."""
+from roundpipe_cli.units import shown_step
 
 
 def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampler) -> str | None:
     """Words about workers that will wait since a step has few microbatches, and what gives them more."""
-    recipe, workers = setup.recipe, len(setup.devices)
-    position, enough = sampler.position, ENOUGH_PER_WORKER * len(setup.devices)
-    count = len(sampler.next_step())
-    sampler.seek(position)
-    if workers == 1 or recipe.pipeline.num_chunks > 1 or count >= enough:
-        return None
-    bubble = planner.expected_bubble(count)
-    if bubble <= NAMED_BUBBLE:
-        return None
-    size = max(1, recipe.rows_per_step // enough) if recipe.token_budget is not None else recipe.micro_batch_size
-    steps = max(enough, recipe.rows_per_step // size)
-    rows = size * steps
-    words = [f"gradient_accumulation_steps={steps}"]
-    if recipe.token_budget is not None:
-        words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
-    remedy = f"{' '.join(words)} makes them wait less"
-    if rows > recipe.rows_per_step:
-        remedy += f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
-    if rows > sampler.num_sequences(0):
-        remedy = "the data have too few rows for more"
-    few = f"{counted(count, 'microbatch')} for {counted(workers, 'worker')}"
-    return f"a step has {few}, which will wait {bubble:.0%} of the time (predicted): {remedy}"
+    (step,) = sampler.steps_ahead(1)
+    workers = len(setup.devices)
+    bubble = planner.expected_bubble(len(step)) if workers > 1 else 0.0
+    found = find_waiting(setup.recipe, workers, len(step), bubble, sampler.num_sequences(0))
+    return None if found is None else found.describe()
 
 
 PAUSE_LOOK_S = 0.1

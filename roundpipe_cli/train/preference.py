@@ -22,7 +22,7 @@ from roundpipe_cli.model.pair_loss import Preference, Rewards, pair_loss
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.rows import grouping_of
+from roundpipe_cli.train.prepare.steps import grouping_of
 from roundpipe_cli.train.prepare.trainable import same_named
 from roundpipe_cli.train.scoring import Scorer
 

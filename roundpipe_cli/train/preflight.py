@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
-from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.data.settings import spec_of
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
 from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_model
@@ -40,9 +40,7 @@ def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource
     recipe = loaded.recipe
     source = check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
-        # The type and the columns are looked at later.
-        spec = DatasetSpec(dataset.path, split=dataset.split, name=dataset.name, txt_rows=dataset.txt_rows)
-        find_sources(spec, loaded.folder, start.offline)
+        find_sources(spec_of(dataset), loaded.folder, start.offline)
     return source
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roundpipe_cli.cli.data import packing_choice
-from roundpipe_cli.cli.plan import UNDECIDED, length_of
+from roundpipe_cli.cli.run_length import UNDECIDED, length_of
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice
@@ -25,8 +25,9 @@ from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of
-from roundpipe_cli.train.prepare.rows import read_rows, rows_of_steps
+from roundpipe_cli.train.prepare.rows import read_rows
 from roundpipe_cli.train.prepare.setup import with_packing
+from roundpipe_cli.train.prepare.steps import rows_of_steps
 from tests.support.tiny import tiny_config
 
 NEEDS = load_text(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cli.output import wrapped
-from roundpipe_cli.cli.plan import RunLength, length_of, plan, plan_document, plan_text, verdict_lines
+from roundpipe_cli.cli.plan import plan, plan_document, plan_text, verdict_lines
+from roundpipe_cli.cli.run_length import RunLength, length_of
 from roundpipe_cli.costs import find_model, machine
 from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.options import EngineOptions

@@ -152,6 +152,7 @@ CHANGED: dict[Any, list[str | tuple[str, ...]]] = {
         *("datasets[].split=test", "datasets[].columns={prompt: question}", "datasets[].roles_to_train=[user]"),
         *("datasets[].turns_to_train=last", "datasets[].train_on_eos=all", "datasets[].thoughts=mask"),
         *("datasets[].as_chat=false", "datasets[].alpaca_join=newline", "datasets[].txt_rows=line"),
+        "datasets[].encoding=cp1252",
         *("shuffle=false", "train_on_inputs=true", "long_rows=drop", ("long_rows_overlap=8", "long_rows=split")),
         *("on_bad_row=skip", "chat_template=chatml", "chat_template_kwargs={enable_thinking: false}"),
     ],

@@ -15,7 +15,7 @@ from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import SavedPosition, check_state
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.rows import rows_of_steps
+from roundpipe_cli.train.prepare.steps import rows_of_steps
 from roundpipe_cli.units import counted
 
 

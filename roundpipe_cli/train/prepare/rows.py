@@ -10,13 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.settings import DataSettings, spec_of
 from roundpipe_cli.data.tokenized import (
-    Packer,
     Row,
-    RowMix,
     TokenizedDataset,
     TokenizedRows,
     hold_out,
@@ -24,19 +21,10 @@ from roundpipe_cli.data.tokenized import (
 )
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell, tell_notices
-from roundpipe_cli.planning.token_budget import MIN_MICROBATCHES
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.prepare.trainable import (
     same_named,
 )
-
-
-def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
-    """The rows of the recipe's epochs."""
-    weights = [entry.weight for entry in recipe.datasets]
-    return RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-
 
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
@@ -44,7 +32,7 @@ NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood 
 def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
     """The recipe's data keys in the data room's terms."""
     recipe = loaded.recipe
-    own = {"datasets": tuple(map(_spec, recipe.datasets)), "folder": loaded.folder, "offline": offline}
+    own = {"datasets": tuple(map(spec_of, recipe.datasets)), "folder": loaded.folder, "offline": offline}
     return DataSettings(**same_named(DataSettings, recipe) | own)
 
 
@@ -59,15 +47,6 @@ def read_rows(
             chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
         return chosen, chosen.rejected
     return build_dataset(settings, tokenizer, tell), None
-
-
-def _spec(dataset: DatasetConfig) -> DatasetSpec:
-    own = {
-        "type": "auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` handles pairs
-        "columns": {str(key): value for key, value in dataset.columns.items()},
-        "rules": TrainRules(**same_named(TrainRules, dataset)),
-    }
-    return DatasetSpec(**same_named(DatasetSpec, dataset) | own)
 
 
 def evaluation_rows(
@@ -88,7 +67,7 @@ def evaluation_rows(
         rows += held.rows
         rejected_rows += held.rejected or ()
     if recipe.eval_datasets:
-        settings = replace(data_settings(loaded, offline), datasets=tuple(map(_spec, recipe.eval_datasets)))
+        settings = replace(data_settings(loaded, offline), datasets=tuple(map(spec_of, recipe.eval_datasets)))
         if rejected is not None:
             other = build_pairs(settings, tokenizer, lambda text: None)
             rejected_rows += other.rejected or ()
@@ -127,23 +106,3 @@ def describe_padded_to_chunks(lengths: npt.NDArray[np.int64], num_chunks: int) -
         return None
     what = f"{num_short} of {len(lengths)} rows have fewer tokens than pipeline.sequence_chunks: {num_chunks}"
     return f"{what}; each is padded to one token a chunk, which takes as long as longer chunks: use fewer of them"
-
-
-def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64]) -> Grouping:
-    """How sequences become microbatches; `lengths`: tokens of each row; of a pair, of its longer answer."""
-    num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
-    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
-    return Grouping(lengths, num_rows, tokens, least)
-
-
-def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
-    """The sampler of a recipe's rows; of preference pairs, of those in `dataset` and the `rejected` ones beside them.
-
-    Raises:
-        RefusedError: fewer rows than one step takes.
-    """
-    mix, lengths = mix_of(recipe, dataset), dataset.rows.lengths
-    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
-    padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
-    grouping = grouping_of(recipe, padded)
-    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping=grouping)

@@ -67,11 +67,10 @@ from roundpipe_cli.train.prepare.ready import DTYPES, Setup
 from roundpipe_cli.train.prepare.rows import (
     describe_padded_to_chunks,
     evaluation_rows,
-    mix_of,
     read_rows,
     refuse_unknown_ids,
-    rows_of_steps,
 )
+from roundpipe_cli.train.prepare.steps import mix_of, rows_of_steps
 from roundpipe_cli.train.prepare.trainable import (
     describe_reference,
     describe_unreached,

@@ -1,0 +1,127 @@
+"""The rows of each step as a recipe says, the share of them that workers wait, and what gives them more. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_cli.data.batching import BatchSampler, Grouping
+from roundpipe_cli.data.tokenized import Packer, RowMix, TokenizedDataset, TokenizedRows
+from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
+from roundpipe_cli.planning.token_budget import MIN_MICROBATCHES
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.units import counted
+
+Lengths = npt.NDArray[np.int64]
+
+
+def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
+    """The rows of the recipe's epochs."""
+    return mix_of_counts(recipe, dataset.rows_by_spec)
+
+
+def mix_of_counts(recipe: Recipe, by_spec: Sequence[int]) -> RowMix:
+    """The rows of the recipe's epochs; `by_spec`: of each entry of its `datasets`."""
+    return RowMix(by_spec, [entry.weight for entry in recipe.datasets], recipe.seed, recipe.shuffle)
+
+
+def grouping_of(recipe: Recipe, lengths: Lengths) -> Grouping:
+    """How sequences become microbatches; `lengths`: tokens of each row; of a pair, of its longer answer."""
+    num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
+    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
+    return Grouping(lengths, num_rows, tokens, least)
+
+
+def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
+    """The sampler of a recipe's rows; of preference pairs, of those in `dataset` and the `rejected` ones beside them.
+
+    Raises:
+        RefusedError: fewer rows than one step takes.
+    """
+    lengths = dataset.rows.lengths
+    padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
+    return sampler_of(recipe, mix_of(recipe, dataset), lengths, padded)
+
+
+def sampler_of(recipe: Recipe, mix: RowMix, lengths: Lengths, padded: Lengths) -> BatchSampler:
+    """As `rows_of_steps`, by the tokens of each row, and as a microbatch pads them; `packing` is decided."""
+    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
+    grouping = grouping_of(recipe, padded)
+    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping=grouping)
+
+
+LOOKED_AHEAD = 64
+"""Steps that say what a usual one has."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsualStep:
+    """Means over the first steps of a run."""
+
+    tokens: float
+    """Without padding; of pairs, of the longer answers."""
+    num_microbatches: int
+    rows: float
+    """Sequences of a microbatch."""
+    length: int
+    """Tokens to which they are padded."""
+
+
+def usual_step(sampler: BatchSampler, lengths: Lengths, num_steps: int) -> UsualStep:
+    """What a usual step of so many has; `lengths` as of `grouping_of`."""
+    steps = sampler.steps_ahead(max(1, min(LOOKED_AHEAD, num_steps)))
+    batches = [[int(lengths[list(rows)].sum()) for rows in batch] for step in steps for batch in step]
+    padded = sum(len(batch) * max(batch) for batch in batches)
+    num_sequences = sum(map(len, batches))
+    return UsualStep(
+        tokens=sum(map(sum, batches)) / len(steps),
+        num_microbatches=max(1, round(len(batches) / len(steps))),
+        rows=num_sequences / len(batches),
+        length=max(1, round(padded / num_sequences)),
+    )
+
+
+NAMED_BUBBLE = 0.15
+"""Predicted share of waiting above which a run names it before its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Workers that wait since a step has few microbatches."""
+
+    text: str
+    """What a step has, and how long they wait."""
+    remedy: str
+    overrides: tuple[str, ...]
+    """What gives them more, as `key=value`; empty: nothing does."""
+
+    def describe(self) -> str:
+        """A line for the user."""
+        return f"{self.text}: {self.remedy}"
+
+
+def find_waiting(recipe: Recipe, num_workers: int, count: int, bubble: float, num_sequences: int) -> Waiting | None:
+    """What to do about workers that wait `bubble` of a step of `count` microbatches; None where they do not.
+
+    Args:
+        num_sequences: of an epoch.
+    """
+    enough = ENOUGH_PER_WORKER * num_workers
+    if num_workers == 1 or recipe.pipeline.num_chunks > 1 or count >= enough or bubble <= NAMED_BUBBLE:
+        return None
+    size = max(1, recipe.rows_per_step // enough) if recipe.token_budget is not None else recipe.micro_batch_size
+    steps = max(enough, recipe.rows_per_step // size)
+    rows = size * steps
+    words = [f"gradient_accumulation_steps={steps}"]
+    if recipe.token_budget is not None:
+        words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
+    remedy = f"{' '.join(words)} makes them wait less"
+    if rows > recipe.rows_per_step:
+        remedy += f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
+    if rows > num_sequences:
+        words, remedy = [], "the data have too few rows for more"
+    few = f"{counted(count, 'microbatch')} for {counted(num_workers, 'worker')}"
+    return Waiting(f"a step has {few}, which will wait {bubble:.0%} of the time (predicted)", remedy, tuple(words))
