@@ -19,7 +19,7 @@ from roundpipe_cli.errors import DeviceLostError, RefusedError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.regular_files import named_path
-from roundpipe_cli.units import counted, format_loss, format_seconds
+from roundpipe_cli.units import counted, format_loss, format_seconds, shown_step
 
 if TYPE_CHECKING:
     from roundpipe_cli.events import Event, Tell
@@ -71,6 +71,37 @@ def summary(report: Mapping[str, Any]) -> str:
     if parts and report.get("seconds"):
         parts.append(f"{format_seconds(report['seconds'])} of training")
     return ", ".join(parts)
+
+
+def few_updates(recipe: Recipe, output_dir: Path, words: str) -> str | None:
+    """What to do about a run of few updates, and what the learning rate will then do; None where it had enough.
+
+    Args:
+        words: recipe and overrides of the command.
+    """
+    from roundpipe_cli.dashboard.html import read_report
+    from roundpipe_cli.train.prepare.learning_rate import rate_schedule_of
+    from roundpipe_cli.train.prepare.steps import LEAST_UPDATES, enough_epochs
+
+    steps = read_report(output_dir).get("num_steps") or LEAST_UPDATES
+    per_epoch = steps / recipe.num_train_epochs
+    epochs = enough_epochs(round(per_epoch))
+    if recipe.max_steps is not None or steps >= LEAST_UPDATES or epochs <= recipe.num_train_epochs:
+        return None
+    longer, schedule = round(epochs * per_epoch), rate_schedule_of(recipe, round(epochs * per_epoch))
+    peak = max(range(steps, longer), key=schedule)
+    rates = f"at step {shown_step(steps)} it is {schedule(steps):.2g} again"
+    rates += (
+        f", at its highest, {schedule(peak):.2g}, at step {shown_step(peak)}"
+        if schedule(peak) > schedule(steps)
+        else ""
+    )
+    return (
+        f"only {counted(steps, 'update')}, which hardly change the answers: "
+        f"roundpipe finetune {words} num_train_epochs={epochs} --resume\n"
+        f"  the learning rate then follows the schedule of {longer} updates: {rates}, and falls to "
+        f"{schedule(longer - 1):.2g}"
+    )
 
 
 def next_commands(output_dir: Path, report: Mapping[str, Any]) -> str:
@@ -155,6 +186,9 @@ def finetune(
         output_dir = train_recipe(loaded, start, signals, plain, screen=screen, trace=trace, nodes=nodes)
         if is_first:
             show_end(output_dir, plain)
+            others = [word for word in overrides or () if not word.startswith("num_train_epochs=")]
+            if (few := few_updates(loaded.recipe, output_dir, shlex.join([recipe, *others]))) is not None:
+                say(few)
             upload(loaded.recipe, plain)
 
 

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ from roundpipe_cli.choices import OBJECTIVES, Objective, PAIR_OBJECTIVES, Packed
 from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
+from roundpipe_cli.cli.run_length import RunLength, run_length, time_to_finish, waiting_of
 from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
@@ -40,6 +41,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, reso
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Recipe, trained_kind
 from roundpipe_cli.recipe.strict_yaml import parse_scalar
 from roundpipe_cli.regular_files import named_path
+from roundpipe_cli.train.prepare.steps import LEAST_UPDATES, enough_epochs
 from roundpipe_cli.units import counted, either, format_bytes, format_count
 
 # Questions on a terminal.
@@ -151,6 +153,7 @@ def ask_and_write(
         num_rows = rows.num_rows if rows is not None else None
         machine = None if hardware.lower() == HERE else hardware
         choice = choose_settings(answers["model"], machine, path, num_rows, method=method, objective=chosen)
+        choice = for_these_rows(choice, looked.spec, path)
         choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why]), *looked.reasons))
         for reason in choice.reasons:
             say(reason)
@@ -219,6 +222,8 @@ class Choice:
     machine: str
     is_here: bool
     reasons: tuple[str, ...]
+    plan: Plan
+    """With rows that are full."""
 
 
 def choose_objective(given: str | None, method: str | None, pairs: bool | None) -> tuple[Objective, str]:
@@ -330,7 +335,51 @@ def choose_settings(
         machine=machine.description,
         is_here=machine.is_here,
         reasons=tuple(reasons),
+        plan=plan,
     )
+
+
+def for_these_rows(choice: Choice, data: DatasetSpec, path: Path) -> Choice:
+    """The choice with as many epochs as few rows need, and with what `finetune` would advise where workers wait."""
+    written = load_text(recipe_text(choice, data, path), str(path)).recipe
+    folder, question, reasons = path.absolute().parent, choice.plan.question, list[str]()
+    decided = replace(question.loaded, folder=folder, recipe=replace(question.loaded.recipe, datasets=written.datasets))
+
+    def length_with(plan: Plan, **changes: Any) -> tuple[Plan, RunLength]:
+        recipe = replace(plan.question.loaded.recipe, datasets=written.datasets, **changes)
+        asked = replace(plan.question, loaded=replace(decided, recipe=recipe))
+        return (answer := replace(plan, question=asked)), run_length(answer)
+
+    plan, length = length_with(choice.plan)
+    found, recipe, overrides = waiting_of(plan, length), choice.recipe, choice.overrides
+    if found is not None and found.overrides:
+        better = changed(replace(question.given, recipe=recipe), found.overrides)
+        if better.recipe.rows_per_step == recipe.rows_per_step:  # else an epoch has fewer updates
+            plan, length = length_with(best_plan(ask_again(question, better))[1])
+            recipe, overrides = better.recipe, (*overrides, *found.overrides)
+            reasons.append(f"{' '.join(found.overrides)}: else {found.text}.")
+        else:
+            reasons.append(f"Faster, with fewer updates an epoch: {found.describe()}.")
+    changes: dict[str, Any] = {}
+    if recipe.packing == "auto" and length.is_packed and (length.steps or LEAST_UPDATES) < LEAST_UPDATES:
+        changes["packing"] = False
+    per_epoch = length_with(plan, **changes)[1].steps
+    if per_epoch is not None and per_epoch < LEAST_UPDATES:
+        changes["num_train_epochs"] = epochs = enough_epochs(per_epoch)
+        reasons.append(
+            f"num_train_epochs {epochs}: an epoch has {counted(per_epoch, 'update')}, and a run of fewer than "
+            f"{LEAST_UPDATES} hardly changes the answers; without the line it is 1."
+        )
+        if length_with(plan, **changes)[1].is_packed:
+            changes["packing"] = False
+    if "packing" in changes:
+        reasons.append("packing false: packed, an epoch would have fewer updates still.")
+    plan, length = length_with(plan, **changes)
+    if length.step is not None:
+        reasons.append(f"Time to finish: {time_to_finish(plan, length)}.")
+    overrides += tuple(f"{key}={str(value).lower()}" for key, value in changes.items())
+    recipe = replace(recipe, **changes)
+    return replace(choice, recipe=recipe, overrides=overrides, reasons=(*choice.reasons, *reasons))
 
 
 def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tuple[Plan, Change | None, list[str]]:
@@ -427,7 +476,7 @@ def recipe_text(choice: Choice, data: DatasetSpec, path: Path) -> str:
     keys = [f"model: {text(recipe.model)}", f"method: {recipe.method}"]
     keys += [f"objective: {recipe.objective}"] if recipe.trains_pairs else []
     keys += ["load_in_4bit: true"] if recipe.load_in_4bit else []
-    written = ("method", "load_in_4bit", "max_seq_length", "dtype")
+    written = ("method", "load_in_4bit", "max_seq_length", "dtype", "gradient_accumulation_steps")
     overrides = (override.partition("=") for override in choice.overrides)
     sections: dict[str, list[str]] = {}
     for key, _, value in overrides:

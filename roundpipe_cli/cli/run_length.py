@@ -214,4 +214,4 @@ def waiting_of(answer: Plan, length: RunLength) -> Waiting | None:
         return None
     question, count = answer.question, length.step.num_microbatches
     bubble = usual_figures(answer, length.step)[1]
-    return find_waiting(question.given.recipe, question.num_workers, count, bubble, length.num_sequences)
+    return find_waiting(question.loaded.recipe, question.num_workers, count, bubble, length.num_sequences)

@@ -78,7 +78,8 @@ def test_what_init_writes_is_what_data_plan_and_finetune_take(
     objective = {True: "orpo" if method == "full" else "dpo", False: "sft"}[pairs]
     assert (recipe.method, recipe.load_in_4bit) == ("full" if method == "full" else "lora", method == "qlora")
     assert recipe.objective == objective and recipe.rows_per_step == NUM_ROWS // 10
-    assert (recipe.packing, recipe.micro_batch_tokens, loaded.notices) == ("auto", "auto", ())
+    assert recipe.packing in ("auto", False) and (recipe.micro_batch_tokens, loaded.notices) == ("auto", ())
+    assert recipe.num_train_epochs == 6, "an epoch has 10 updates"
     data, _ = said("data", "mine.yaml")
     assert re.search(rf"{NUM_ROWS} \w+ read, 0 bad, 0 cut, 0 without a trained token, {NUM_ROWS} kept", data), data
     verdict = said("plan", "mine.yaml")[0].splitlines()[0]

@@ -144,7 +144,7 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
     assert lines[2].startswith("  GPU memory ") and "of 24 GiB each" in lines[2]
     assert lines[3].startswith("  host memory ") and "ASSUMED" in lines[3]
     assert lines[4].startswith("  a step ") and lines[5].startswith("  tokens/s ")
-    assert lines[6].endswith("for 3 steps (10 rows), if every row is full")
+    assert "for 3 steps (10 rows of about 1 tokens), each 3 tokens in 3 microbatches" in lines[6]
     text = "\n".join(lines)
     for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
         assert heading in text
@@ -160,11 +160,12 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
 
 
 def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
-    assert length_of(load(recipe, "max_steps=7")) == RunLength(7, "max_steps")
+    most = length_of(load(recipe, "max_steps=7"))
+    assert (most.steps, most.why, most.is_packed, most.num_sequences) == (7, "max_steps", False, 10)
     assert length_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2")).steps == 4
     assert length_of(load(recipe, "num_train_epochs=2", "val_set_size=6")).steps == 2
     few = length_of(load(recipe, "datasets[0].split=train[2:5]"))
-    assert few.why == "3 rows; fewer rows than the 4 of a step, which `finetune` refuses"
+    assert few.why == "3 rows of about 1 tokens; fewer rows than the 4 of a step, which `finetune` refuses"
     (recipe.parent / "empty.jsonl").touch()
     empty = length_of(load(recipe, "datasets[0].path=empty.jsonl", "max_steps=7"))
     assert empty == RunLength(None, "empty.jsonl has no rows, which `finetune` refuses")

@@ -84,6 +84,16 @@ def usual_step(sampler: BatchSampler, lengths: Lengths, num_steps: int) -> Usual
     )
 
 
+LEAST_UPDATES = 60
+"""A run of fewer hardly changes the answers (scripts/MEASUREMENTS.md, small data)."""
+MOST_EPOCHS = 20
+
+
+def enough_epochs(updates: int) -> int:
+    """Epochs of so many updates that make `LEAST_UPDATES`, at most `MOST_EPOCHS`."""
+    return min(MOST_EPOCHS, -(-LEAST_UPDATES // max(1, updates)))
+
+
 NAMED_BUBBLE = 0.15
 """Predicted share of waiting above which a run names it before its first step."""
 
