@@ -140,6 +140,7 @@ KEPT_FOR: Mapping[str, str] = {
     "the section of its keys": "nodes",
     "what becomes of thoughts and plain texts is a choice about rows that nothing else makes": """
         datasets[].thoughts datasets[].txt_rows long_rows_overlap""",
+    "what Excel saves on Windows": "datasets[].encoding",
     "answers beside the loss of an evaluation": "eval_samples",
     "says that a rate above the peak is meant": "lr_above_peak",
     "torch's SGD has it": "sgd_momentum",

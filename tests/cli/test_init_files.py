@@ -1,0 +1,140 @@
+"""A newcomer's first file of each kind: by flags and on a terminal `init` writes a recipe that trains, or says why not.
+
+Files are as spreadsheets and editors save them, of German words, so that a wrong encoding shows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli.init_rows import look_at_rows, parse_columns
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.load import load_recipe
+from tests.cli.test_terminal_text import on_a_terminal, said
+from tests.support.e2e import STAGES_OF_TWO, make_model, metrics, run
+
+NO_GPU = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+PAIRS = [(f"Wie heißt Frage {n}?", f"Für Frage {n} gilt, dass größere Zahlen öfter kommen.") for n in range(12)]
+STAGES = [f"{key.replace('__', '.')}={value}" for key, value in STAGES_OF_TWO.items()]
+
+
+def table(*header: str, mark: str = ",") -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=mark)
+    rows = [(n, *pair) if len(header) == 3 else pair for n, pair in enumerate(PAIRS)]
+    writer.writerows([header, *rows] if header else rows)
+    return text.getvalue()
+
+
+def lines(row: Callable[[str, str], object]) -> str:
+    return "".join(json.dumps(row(*pair), ensure_ascii=False) + "\n" for pair in PAIRS)
+
+
+GERMAN = {"prompt": "Frage", "completion": "Antwort"}
+FILES: dict[str, tuple[str, bytes, dict[str, str], str]] = {
+    "foreign": ("x.csv", table("Nr", "Frage", "Antwort").encode(), GERMAN, "utf-8"),
+    "one letter": ("x.csv", table("x", "y").encode(), {"prompt": "x", "completion": "y"}, "utf-8"),
+    "spaced": (
+        *("x.csv", table("Frage des Kunden", "Unsere Antwort").encode()),
+        *({"prompt": "Frage des Kunden", "completion": "Unsere Antwort"}, "utf-8"),
+    ),
+    "no header": ("x.csv", table().encode(), {"prompt": "column 1", "completion": "column 2"}, "utf-8"),
+    "cp1252": ("x.csv", table("Frage", "Antwort", mark=";").encode("cp1252"), GERMAN, "cp1252"),
+    "utf-16": ("x.csv", table("Frage", "Antwort", mark="\t").encode("utf-16"), GERMAN, "utf-8"),
+    "semicolons": ("x.csv", table("question", "answer", mark=";").encode(), {}, "utf-8"),
+    "tsv": ("x.tsv", table("Frage", "Antwort", mark="\t").encode(), GERMAN, "utf-8"),
+    "mark": ("x.csv", codecs.BOM_UTF8 + table("prompt", "completion", mark=";").encode(), {}, "utf-8"),
+    "messages": (
+        "x.jsonl",
+        lines(lambda q, a: {"verlauf": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}).encode(),
+        *({"messages": "verlauf"}, "utf-8"),
+    ),
+    "nested": (
+        "x.jsonl",
+        lines(lambda q, a: {"id": 1, "daten": {"f": q, "a": a}}).encode(),
+        *({"prompt": "daten.f", "completion": "daten.a"}, "utf-8"),
+    ),
+    "one row": ("x.csv", b"Frage,Antwort\nWie?,So ist das.\n", GERMAN, "utf-8"),
+}
+TRAINED_IN_SUITE = {"cp1252", "no header", "one row"}
+REFUSED = {
+    "empty": ("x.csv", b"", "the dataset is empty"),
+    "header alone": ("x.csv", b"Frage,Antwort\n", "the dataset is empty"),
+    "list inside": ("x.json", json.dumps({"data": [{"q": 1}]}, indent=1).encode(), r"import json; .*\['data'\]"),
+    "numbers": ("x.csv", b"a,b\n1,2\n3,4\n", "columns: {prompt: COLUMN, completion: COLUMN}"),
+    "spreadsheet": ("x.csv", b"PK\3\4" + b"\0" * 30, r"save it as CSV \(UTF-8\)"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in TRAINED_IN_SUITE else [pytest.mark.sweep]) for kind in FILES]
+)
+def test_a_first_file_trains(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: nine of twelve first files were refused, one with the hint to skip every row that has an accent."""
+    name, content, columns, encoding = FILES[kind]
+    make_model(tmp_path / "model", num_hidden_layers=2)
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    words = ("--model", "model", "--data", name, "--hardware", "here", "--method", "lora")
+    _, told = said("init", *words, "-o", "mine.yaml")
+    recipe = load_recipe(tmp_path / "mine.yaml").recipe
+    (entry,) = recipe.datasets
+    assert (dict(entry.columns), entry.encoding) == (columns, encoding)
+    assert ("this is a guess" in told) == bool(columns)
+    short = ("max_steps=2", "output_dir=out", "--no-dashboard", *STAGES)
+    run(tmp_path, "finetune", "mine.yaml", *short, environment=NO_GPU).expect(0)
+    assert len(metrics(tmp_path / "out")) == 2
+    assert kind == "one row" or "größere Zahlen" in said("data", "mine.yaml")[0]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_likely_in_a_first_file(kind: str, tmp_path: Path) -> None:
+    name, content, columns, encoding = FILES[kind]
+    (tmp_path / name).write_bytes(content)
+    looked = look_at_rows(name, tmp_path)
+    assert (dict(looked.spec.columns), looked.spec.encoding, looked.is_guess) == (columns, encoding, bool(columns))
+    assert looked.pairs is False
+    if columns:
+        assert all(f"{column} as the {field}" in looked.use for field, column in columns.items())
+        assert len(looked.sample) > 3
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_first_file_that_cannot_train_says_the_way_out(kind: str, tmp_path: Path) -> None:
+    name, content, match = REFUSED[kind]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RefusedError) as refused:
+        look_at_rows(name, tmp_path)
+    assert len(refused.value.problems) == 1
+    assert re.search(match, str(refused.value)), str(refused.value)
+
+
+def test_columns_are_agreed_on_at_a_terminal(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", num_hidden_layers=2)
+    (tmp_path / "x.csv").write_text(table("Nr", "Frage", "Antwort"))
+    turns = [("Model", "model\n"), ("Your rows", "x.csv\n"), ("Hardware", "\n")]
+    asked = "use Frage as the prompt and Antwort as the completion?"
+    yes = [*turns, (asked, "\n"), ("wrote model.yaml", "")]
+    shown = on_a_terminal(tmp_path, 200, "init", turns=yes, code=0, **NO_GPU)
+    assert "its first row:" in shown and "as training would see it:" in shown
+    assert load_recipe(tmp_path / "model.yaml").recipe.datasets[0].columns == GERMAN
+    assert "this is a guess" not in (tmp_path / "model.yaml").read_text()
+    no = [*turns, ("Recipe to write", "other.yaml\n"), (asked, "n\n"), ("Columns", "text=Antwort\n"), ("wrote", "")]
+    on_a_terminal(tmp_path, 200, "init", turns=no, code=0, **NO_GPU)
+    assert load_recipe(tmp_path / "other.yaml").recipe.datasets[0].columns == {"text": "Antwort"}
+
+
+def test_columns_by_a_flag() -> None:
+    assert parse_columns("prompt=Frage, die,completion=Antwort") == {"prompt": "Frage, die", "completion": "Antwort"}
+    assert parse_columns("") == {}
+    for wrong in ("prompt", "promt=Frage", "prompt="):
+        with pytest.raises(RefusedError, match="a column cannot be named so"):
+            parse_columns(wrong)
