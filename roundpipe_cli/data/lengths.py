@@ -22,8 +22,9 @@ from roundpipe_cli.regular_files import read_regular
 
 SAMPLED_ROWS = 400
 """Rows of a file that are read."""
-MARK = re.compile(r"<\|?[^<>\s|]{1,40}\|?>|\[/?[A-Z_]{2,20}\]")
+MARK = re.compile(r"<\|[^<>\s|]{1,40}\|>|</?[A-Za-z_]{1,40}>|\[/?[A-Z_]{2,20}\]")
 """A special token as templates write it, `<|im_end|>`: one token, however long its name."""
+WORD = re.compile(r"[^\W\d_]+|\d|\n+|[^\w\s]")
 TOKENIZER_NAME, TEMPLATE_NAME, SETTINGS_NAME = "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 4 * 1024**2
 
@@ -67,11 +68,18 @@ def token_counter(folder: Path | None, template: str | None, bytes_per_token: fl
     return TokenCounter(in_text)
 
 
+WORD_BYTES = 5
+"""A word of more takes more than one token, one for so many bytes (letters of other scripts have two or three)."""
+
+
 def _by_bytes(bytes_per_token: float) -> Callable[[str], float]:
+    """By words: of letters one and more, of digits and signs one each; for a vocabulary of bytes, these."""
+    if bytes_per_token <= 1:
+        return lambda text: float(len(text.encode("utf-8", "replace")))
+
     def count(text: str) -> float:
-        marks = MARK.findall(text) if bytes_per_token > 1 else []
-        rest = len(text.encode("utf-8", "replace")) - sum(map(len, marks))
-        return rest / bytes_per_token + len(marks)
+        words, marks = WORD.findall(MARK.sub("", text)), MARK.findall(text)
+        return sum(max(1.0, len(word.encode("utf-8", "replace")) / WORD_BYTES) for word in words) + len(marks)
 
     return count
 

