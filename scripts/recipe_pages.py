@@ -135,12 +135,9 @@ KEPT_FOR: Mapping[str, str] = {
     "axolotl's test_datasets, LLaMA-Factory's eval_dataset": "eval_datasets",
     "axolotl's datasets have it": "datasets[].split datasets[].roles_to_train datasets[].train_on_eos",
     "LLaMA-Factory's mask_history": "datasets[].turns_to_train",
-    "LLaMA-Factory's columns, axolotl's field_...": "datasets[].columns",
     "rows as TRL, axolotl or LLaMA-Factory join them": "datasets[].as_chat datasets[].alpaca_join",
-    "the section of its keys": "nodes",
     "what becomes of thoughts and plain texts is a choice about rows that nothing else makes": """
         datasets[].thoughts datasets[].txt_rows long_rows_overlap""",
-    "what Excel saves on Windows": "datasets[].encoding",
     "answers beside the loss of an evaluation": "eval_samples",
     "says that a rate above the peak is meant": "lr_above_peak",
     "torch's SGD has it": "sgd_momentum",

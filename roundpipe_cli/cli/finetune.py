@@ -74,7 +74,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def few_updates(recipe: Recipe, output_dir: Path, words: str) -> str | None:
-    """What to do about a run of few updates, and what the learning rate will then do; None where it had enough.
+    """Advice for a run of few updates, and what the learning rate will then do; None where it had enough.
 
     Args:
         words: recipe and overrides of the command.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import explained, say, say_at_once
-from roundpipe_cli.cli.plan import plan_with_remedies, run_length
+from roundpipe_cli.cli.plan import plan_with_remedies
+from roundpipe_cli.cli.run_length import run_length
 from roundpipe_cli.cli.training import train_recipe, upload, write_page
 from roundpipe_cli.errors import RefusedError, RoundpipeError, as_ours
 from roundpipe_cli.events import Event, Notice, Tell, tell_notices

@@ -1,4 +1,4 @@
-"""What `init` learns of a file of rows: its encoding, its columns, whether rows are pairs, and how it is told."""
+"""A first look at a file of rows for `init`: its encoding, its columns, whether rows are pairs, and how it is told."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FIELDS = tuple(dict.fromkeys(field for kind in ROW_KINDS.values() for field in (
 
 @dataclass(frozen=True)
 class Looked:
-    """What is known of the rows."""
+    """Findings about the rows."""
 
     spec: DatasetSpec
-    """Their file, with the encoding and the columns that the recipe will have."""
+    """The file, with the encoding and the columns that the recipe will have."""
     pairs: bool | None = None
     """Whether they are preference pairs; None: not known."""
     unknown: str = ""
@@ -97,7 +97,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = None) -> Looked:
-    """What the first rows of each file say, read in the encoding that they are in; with the columns that are likely to
+    """Findings in the first rows of each file, read in the encoding that they are in; with the columns that are likely to
     be meant where none is known or given.
 
     Args:

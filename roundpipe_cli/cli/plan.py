@@ -11,11 +11,11 @@ import typer
 
 from roundpipe_cli.cli.output import VERDICTS, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.cli.parameter_counts import build_counts
-from roundpipe_cli.cli.run_length import RunLength, run_length, time_to_finish
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import aligned, counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from roundpipe_cli.cli.run_length import RunLength
     from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Change, Solution
@@ -36,6 +36,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         length: of the run; None: found here.
     """
     from roundpipe_cli.choices import PACKED_FORMATS
+    from roundpipe_cli.cli.run_length import run_length, time_to_finish
     from roundpipe_cli.costs.machine import SLOW_NOTE
     from roundpipe_cli.planning.what_if import summary_of
 
@@ -248,6 +249,7 @@ def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
     """The document that `--json` prints, with the remedies that were found. Seconds and bytes; layers in the form of a
     costs file."""
+    from roundpipe_cli.cli.run_length import run_length
     from roundpipe_cli.costs.cost import FILE_KEYS
     from roundpipe_cli.planning.fitting_recipe import fitting_recipe
     from roundpipe_cli.planning.what_if import summary_of
@@ -302,6 +304,7 @@ def plan_text(
     answer: Plan, solution: Solution | None, *, details: bool = True, found: Sequence[Change] | None = None
 ) -> list[str]:
     """The plan as text, the verdict first."""
+    from roundpipe_cli.cli.run_length import run_length
     from roundpipe_cli.planning.question import who_does_what
 
     length = run_length(answer)

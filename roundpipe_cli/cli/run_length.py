@@ -26,7 +26,7 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.steps import (
     Lengths,
     UsualStep,
-    Waiting,
+    WaitingRemedy,
     find_waiting,
     mix_of_counts,
     sampler_of,
@@ -65,7 +65,7 @@ class RunLength:
     step: UsualStep | None = None
     """By the estimated tokens of the rows; None: they cannot be read here."""
     num_sequences: int = 0
-    """Of an epoch."""
+    """Sequences of an epoch."""
 
 
 def length_of(
@@ -208,10 +208,10 @@ def usual_figures(answer: Plan, step: UsualStep) -> tuple[float, float]:
     return step_of_rows(answer, num_microbatches=step.num_microbatches, rows=step.rows, length=step.length)
 
 
-def waiting_of(answer: Plan, length: RunLength) -> Waiting | None:
+def waiting_of(answer: Plan, length: RunLength) -> WaitingRemedy | None:
     """Workers that wait since a usual step has few microbatches, in the words of `finetune`."""
     if length.step is None:
         return None
     question, count = answer.question, length.step.num_microbatches
     bubble = usual_figures(answer, length.step)[1]
-    return find_waiting(question.loaded.recipe, question.num_workers, count, bubble, length.num_sequences)
+    return find_waiting(question.loaded.recipe, question.num_workers, count, bubble, num_sequences=length.num_sequences)

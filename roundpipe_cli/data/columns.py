@@ -291,7 +291,7 @@ PROMPTS_ALONE = (
     "the rows are prompts without an answer to train on",
     "training on rewards (GRPO, PPO) is not offered; name an answer: `columns: {completion: COLUMN}`",
 )
-"""The same for rows in which no column could be the answer."""
+"""As an entry of `LAYOUTS`, for rows in which no column could be the answer."""
 _PROMPTS = """
     prompt question instruction query problem input request q f frage anfrage aufgabe eingabe pregunta consulta entrada
     pergunta domanda richiesta demande consigne requête vraag opdracht pytanie polecenie otázka kérdés soru fråga

@@ -94,7 +94,7 @@ def _template_in(folder: Path) -> str | None:
 
 
 def _around(template: str) -> tuple[str, str]:
-    """What the template writes around one empty exchange, and around two."""
+    """Text that the template writes around one empty exchange, and around two."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     extensions = ["jinja2.ext.loopcontrols"]
@@ -121,8 +121,10 @@ def sample_lengths(spec: DatasetSpec, folder: Path | None, counter: TokenCounter
 
 def _of_source(source: Source, counter: TokenCounter) -> Iterator[int]:
     rows = [row.columns for row in islice(source.rows(), SAMPLED_ROWS) if row.fault is None]
-    row_format = decide_format(source.spec, rows, source.name) if rows else None
-    for row in rows if row_format is not None else ():
+    if not rows:
+        return
+    row_format = decide_format(source.spec, rows, source.name)
+    for row in rows:
         with suppress(BadRowError):
             own = row_format.fitted(row)
             yield max(round(counter.of(content)) for content in own.parse(own.opened(row)))

@@ -44,7 +44,7 @@ class DatasetSpec:
     txt_rows: str = "paragraph"
     """Rows of a .txt file: `paragraph`, `line`, `file`, or else the text between two rows."""
     encoding: str = "utf-8"
-    """Of a local text file without a mark that says it, by Python's name."""
+    """Encoding of a local text file without a mark that says it, by Python's name."""
 
 
 def spec_of(entry: Any) -> DatasetSpec:

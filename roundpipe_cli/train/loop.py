@@ -56,7 +56,7 @@ def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampl
     (step,) = sampler.steps_ahead(1)
     workers = len(setup.devices)
     bubble = planner.expected_bubble(len(step)) if workers > 1 else 0.0
-    found = find_waiting(setup.recipe, workers, len(step), bubble, sampler.num_sequences(0))
+    found = find_waiting(setup.recipe, workers, len(step), bubble, num_sequences=sampler.num_sequences(0))
     return None if found is None else found.describe()
 
 

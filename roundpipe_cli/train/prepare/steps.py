@@ -71,7 +71,7 @@ class UsualStep:
 
 
 def usual_step(sampler: BatchSampler, lengths: Lengths, num_steps: int) -> UsualStep:
-    """What a usual step of so many has; `lengths` as of `grouping_of`."""
+    """Means of a run of so many steps; `lengths` as of `grouping_of`."""
     steps = sampler.steps_ahead(max(1, min(LOOKED_AHEAD, num_steps)))
     batches = [[int(lengths[list(rows)].sum()) for rows in batch] for step in steps for batch in step]
     padded = sum(len(batch) * max(batch) for batch in batches)
@@ -99,22 +99,24 @@ NAMED_BUBBLE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingRemedy:
     """Workers that wait since a step has few microbatches."""
 
     text: str
-    """What a step has, and how long they wait."""
+    """A step's microbatches, and how long workers wait."""
     remedy: str
     overrides: tuple[str, ...]
-    """What gives them more, as `key=value`; empty: nothing does."""
+    """Changes that give them more, as `key=value`; empty: none does."""
 
     def describe(self) -> str:
         """A line for the user."""
         return f"{self.text}: {self.remedy}"
 
 
-def find_waiting(recipe: Recipe, num_workers: int, count: int, bubble: float, num_sequences: int) -> Waiting | None:
-    """What to do about workers that wait `bubble` of a step of `count` microbatches; None where they do not.
+def find_waiting(
+    recipe: Recipe, num_workers: int, count: int, bubble: float, *, num_sequences: int
+) -> WaitingRemedy | None:
+    """Remedy for workers that wait `bubble` of a step of `count` microbatches; None where they do not.
 
     Args:
         num_sequences: of an epoch.
@@ -134,4 +136,6 @@ def find_waiting(recipe: Recipe, num_workers: int, count: int, bubble: float, nu
     if rows > num_sequences:
         words, remedy = [], "the data have too few rows for more"
     few = f"{counted(count, 'microbatch')} for {counted(num_workers, 'worker')}"
-    return Waiting(f"a step has {few}, which will wait {bubble:.0%} of the time (predicted)", remedy, tuple(words))
+    return WaitingRemedy(
+        f"a step has {few}, which will wait {bubble:.0%} of the time (predicted)", remedy, tuple(words)
+    )
