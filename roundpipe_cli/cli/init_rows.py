@@ -97,7 +97,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = None) -> Looked:
-    """Findings in the first rows of each file, read in the encoding that they are in; with the columns that are likely to
+    """Findings in the first rows of each file, in the encoding that they are in; with the columns that are likely to
     be meant where none is known or given.
 
     Args:
