@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import explained, say, say_at_once
 from roundpipe_cli.cli.plan import plan_with_remedies
-from roundpipe_cli.cli.run_length import run_length
 from roundpipe_cli.cli.training import train_recipe, upload, write_page
 from roundpipe_cli.errors import RefusedError, RoundpipeError, as_ours
 from roundpipe_cli.events import Event, Notice, Tell, tell_notices
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
+from roundpipe_cli.train.run_length import run_length
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import TokenLoss

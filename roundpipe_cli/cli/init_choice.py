@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -18,7 +18,6 @@ from roundpipe_cli.choices import OBJECTIVES, Objective, PAIR_OBJECTIVES, Packed
 from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
-from roundpipe_cli.cli.run_length import RunLength, run_length, time_to_finish, waiting_of
 from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
@@ -41,8 +40,10 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, reso
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Recipe, trained_kind
 from roundpipe_cli.recipe.strict_yaml import parse_scalar
 from roundpipe_cli.regular_files import named_path
-from roundpipe_cli.train.prepare.steps import LEAST_UPDATES, enough_epochs
 from roundpipe_cli.units import counted, either, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from roundpipe_cli.train.run_length import RunLength
 
 # Questions on a terminal.
 
@@ -341,6 +342,9 @@ def choose_settings(
 
 def for_these_rows(choice: Choice, data: DatasetSpec, path: Path) -> Choice:
     """The choice with as many epochs as few rows need, and with what `finetune` would advise where workers wait."""
+    from roundpipe_cli.train.prepare.steps import LEAST_UPDATES, enough_epochs
+    from roundpipe_cli.train.run_length import run_length, time_to_finish, waiting_of
+
     written = load_text(recipe_text(choice, data, path), str(path)).recipe
     folder, question, reasons = path.absolute().parent, choice.plan.question, list[str]()
     decided = replace(question.loaded, folder=folder, recipe=replace(question.loaded.recipe, datasets=written.datasets))

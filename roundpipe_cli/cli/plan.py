@@ -15,12 +15,12 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import aligned, counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from roundpipe_cli.cli.run_length import RunLength
     from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Change, Solution
     from roundpipe_cli.planning.what_if import Combination
     from roundpipe_cli.recipe.load import LoadedRecipe
+    from roundpipe_cli.train.run_length import RunLength
 
 
 # The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
@@ -36,9 +36,9 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         length: of the run; None: found here.
     """
     from roundpipe_cli.choices import PACKED_FORMATS
-    from roundpipe_cli.cli.run_length import run_length, time_to_finish
     from roundpipe_cli.costs.machine import SLOW_NOTE
     from roundpipe_cli.planning.what_if import summary_of
+    from roundpipe_cli.train.run_length import run_length, time_to_finish
 
     question, settings = answer.question, answer.question.settings
     summary = summary_of(answer)
@@ -249,10 +249,10 @@ def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
     """The document that `--json` prints, with the remedies that were found. Seconds and bytes; layers in the form of a
     costs file."""
-    from roundpipe_cli.cli.run_length import run_length
     from roundpipe_cli.costs.cost import FILE_KEYS
     from roundpipe_cli.planning.fitting_recipe import fitting_recipe
     from roundpipe_cli.planning.what_if import summary_of
+    from roundpipe_cli.train.run_length import run_length
 
     verdict = answer.verdict
     document: dict[str, Any] = {
@@ -304,8 +304,8 @@ def plan_text(
     answer: Plan, solution: Solution | None, *, details: bool = True, found: Sequence[Change] | None = None
 ) -> list[str]:
     """The plan as text, the verdict first."""
-    from roundpipe_cli.cli.run_length import run_length
     from roundpipe_cli.planning.question import who_does_what
+    from roundpipe_cli.train.run_length import run_length
 
     length = run_length(answer)
     lines = verdict_lines(answer, found, length)

@@ -117,9 +117,9 @@ def refuse_too_large(asked: PlanRequest | None) -> None:
 
 def tell_length(asked: PlanRequest, tell: Tell) -> None:
     """Say how long the run will take, as `plan` does, where its rows can be counted."""
-    from roundpipe_cli.cli.run_length import run_length, time_to_finish
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import best_plan
+    from roundpipe_cli.train.run_length import run_length, time_to_finish
 
     with contextlib.suppress(RefusedError, ResourceError):
         plan = best_plan(replace(asked, answers=Answers()))[1]

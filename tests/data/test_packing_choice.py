@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from roundpipe_cli.cli.data import packing_choice
-from roundpipe_cli.cli.run_length import UNDECIDED, length_of, run_length
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice
@@ -29,6 +28,7 @@ from roundpipe_cli.train.prepare.learning_rate import num_steps_of
 from roundpipe_cli.train.prepare.rows import read_rows
 from roundpipe_cli.train.prepare.setup import with_packing
 from roundpipe_cli.train.prepare.steps import rows_of_steps, usual_step
+from roundpipe_cli.train.run_length import UNDECIDED, length_of, run_length
 from tests.support.tiny import tiny_config
 
 NEEDS = load_text(

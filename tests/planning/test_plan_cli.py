@@ -12,7 +12,6 @@ import pytest
 
 from roundpipe_cli.cli.output import wrapped
 from roundpipe_cli.cli.plan import plan, plan_document, plan_text, verdict_lines
-from roundpipe_cli.cli.run_length import RunLength, length_of
 from roundpipe_cli.costs import find_model, machine
 from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.options import EngineOptions
@@ -23,6 +22,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.planning.solve import remedies, solve
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
+from roundpipe_cli.train.run_length import RunLength, length_of
 from tests.cli.test_terminal_text import said
 from tests.support.e2e import python
 
