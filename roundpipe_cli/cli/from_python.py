@@ -21,7 +21,6 @@ from roundpipe_cli.errors import RefusedError, RoundpipeError, as_ours
 from roundpipe_cli.events import Event, Notice, Tell, tell_notices
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
-from roundpipe_cli.train.run_length import run_length
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import TokenLoss
@@ -100,6 +99,8 @@ def plan(recipe: RecipeLike, overrides: Mapping[str, Any] | None = None, *, hard
         with watching(loaded.recipe.watchdog_s):
             answer, changes, damage = plan_with_remedies(loaded, hardware)
         summary, need = summary_of(answer), answer.verdict
+        from roundpipe_cli.train.run_length import run_length
+
         packing = run_length(answer).packing
         return PlanResult(
             verdict=summary.word,
