@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, Objective, PAIR_OBJECTIVES, PackedName
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective, PackedName
 from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new

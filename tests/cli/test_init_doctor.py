@@ -248,7 +248,7 @@ def test_doctor_says_what_init_and_plan_say(hardware: str, monkeypatch: pytest.M
     for place, (check, reach) in enumerate(zip((lora, full), reaches(hardware), strict=True)):
         path, model = tmp_path / f"{place}.yaml", reach.models[0]
         choice = choose_settings(model, hardware, path, method=("lora", "full")[place])
-        path.write_text(recipe_text(choice, "rows.jsonl", path))
+        path.write_text(recipe_text(choice, DatasetSpec("rows.jsonl"), path))
         plan = make_plan(load_recipe(path))
         packed = plan.question.settings.packed_as
         words = f"{model.rpartition('/')[2]}{f' in {PACKED_FORMATS[packed].label}' if packed else ''}"

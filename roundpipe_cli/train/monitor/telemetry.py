@@ -147,7 +147,7 @@ class Arithmetic:
     @staticmethod
     def of(setup: Setup, num_machines: int = 1) -> Arithmetic:
         """The figures of a run, whose tokens so many machines share."""
-        active = active_parameters(setup.model, setup.store.layouts)[1:]  # rows of the embedding are looked up
+        active = active_parameters(setup.model, list(setup.store.layouts))[1:]  # rows of the embedding are looked up
         trained = [layout.num_trainable_elements for layout in setup.store.layouts[1:]]
         flops = sum(4.0 * met + 2.0 * min(met, count) for met, count in zip(active, trained, strict=True))
         recipe = setup.recipe
