@@ -6,14 +6,18 @@ Several files that belong together are written to a folder of their own, renamed
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import TEMPORARY_PREFIX
+from roundpipe_cli.regular_files import read_json_of_ours
 
 CACHE_VARIABLE = "ROUNDPIPE_CACHE"
 KEPT_S = 30 * 24 * 3600.0
@@ -81,3 +85,24 @@ def prune_cache(folder: Path, mark: str) -> None:
         is_finished = (entry / mark).is_file()
         if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY_PREFIX) and age_s > ABANDONED_S):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def sealed(content: object) -> bytes:
+    """JSON with its hash, by which `unsealed` knows damage."""
+    return json.dumps({"sha256": _hash(content), "content": content}).encode()
+
+
+def unsealed(path: Path, max_bytes: int) -> Any:
+    """The content of a file of `sealed`.
+
+    Raises:
+        OSError, ValueError: it is not there, no regular file, too large, or not as it was written.
+    """
+    found = read_json_of_ours(path, max_bytes)
+    if not isinstance(found, dict) or found.get("sha256") != _hash(found.get("content")):
+        raise ValueError("it is not as it was written")
+    return found["content"]
+
+
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,10 @@ NAME_WIDTH = 19
 def doctor(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Do not try to reach the hub.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure rates for `plan`: about 5 minutes.")] = False,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="With --measure: also write them here.", show_default=False)
+    ] = None,
 ) -> None:
     """Check driver, torch, GPUs, links, memory, disk, hub and libraries, and say what can be trained here.
 
@@ -32,6 +37,11 @@ def doctor(
 
     Example: roundpipe doctor --json
     """
+    if measure:
+        measure_here(file, as_json=json_)
+        return
+    if file is not None:
+        raise RefusedError("a file is for --measure", found=str(file), hint=f"roundpipe doctor --measure {file}")
     say("checking this machine ...")
     from roundpipe_cli.cli.checks import all_checks
 
@@ -51,6 +61,28 @@ def doctor(
         say_data(f"{verdict}{rest}.")
     if not can_train:
         raise typer.Exit(RefusedError.exit_code)
+
+
+def measure_here(file: Path | None, *, as_json: bool) -> None:
+    """Measure this machine for `plan`; `file`: for a copy that may be sent."""
+    from roundpipe_cli.costs.measured import own_path, read_measurement, write_measurement
+    from roundpipe_cli.train.measure import measure_machine
+
+    say("measuring this machine, about 5 minutes: nothing else should run ...")
+    content = measure_machine(own_path(), lambda part: say(f"  {part}"))
+    if file is not None:
+        write_measurement(file, content)
+    if as_json:
+        say_json(content)
+        return
+    measurement = read_measurement(own_path())
+    step = content["step"]
+    say_data(f"{measurement.note}; `plan` and `finetune` use them here.")
+    say_data(f"a small run's step: {step['measured_s']:.3f} s, {step['predicted_s']:.3f} s by the rates alone")
+    if file is not None:
+        say_data(
+            f"{file}: `plan --hardware {file}` plans for this machine anywhere. It has no name and no path: send it."
+        )
 
 
 def check_lines(check: Check, width: int | None) -> Iterator[str]:

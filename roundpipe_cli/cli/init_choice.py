@@ -32,7 +32,7 @@ from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, best_plan
-from roundpipe_cli.planning.question import ask, ask_again, hardware_of
+from roundpipe_cli.planning.question import HERE, ask, ask_again, hardware_of
 from roundpipe_cli.planning.solve import Change, best_precision, changed, remedies
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import summary_of
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from roundpipe_cli.train.run_length import RunLength
 
 # Questions on a terminal.
-
-HERE = "here"
-"""The answer to the question for the hardware that means this machine."""
 
 
 def _check_model(answer: str, folder: Path) -> None:

@@ -36,7 +36,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         length: of the run; None: found here.
     """
     from roundpipe_cli.choices import PACKED_FORMATS
-    from roundpipe_cli.costs.machine import SLOW_NOTE
+    from roundpipe_cli.costs.machine import NOT_USED, SLOW_NOTE
     from roundpipe_cli.planning.what_if import summary_of
     from roundpipe_cli.train.run_length import run_length, time_to_finish
 
@@ -64,7 +64,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {time_to_finish(answer, length or run_length(answer))}",
         *(line for line in [_launches(answer)] if line),
-        *(note for note in question.hardware.notes if note.startswith(SLOW_NOTE)),
+        *(note for note in question.hardware.notes if note.startswith((SLOW_NOTE, NOT_USED))),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]

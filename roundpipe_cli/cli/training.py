@@ -94,12 +94,17 @@ def _refuse_unshareable(recipe: Recipe, count: int) -> None:
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:
     """The planner's question on the GPUs that `plan` uses, with a notice of those left out; None where `plan` has no
     figures for the model."""
+    from roundpipe_cli.costs.machine import NOT_USED
+    from roundpipe_cli.costs.measured import MEASURED_ON
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.planning.run_plan import leave_small_cards
 
     asked = None
     with contextlib.suppress(RefusedError):
         asked = ask(loaded, here=True, found=found)
+        for note in asked.machine.notes:
+            if note.startswith((MEASURED_ON, NOT_USED)):
+                tell(Notice(note.removeprefix("note: ")))
         asked, text = leave_small_cards(asked)
         if text is not None:
             tell(Notice(text))

@@ -333,13 +333,18 @@ class _Timer:
     def _rates(self) -> Rates:
         return rates_of(self.device, self.settings.dtype, self.accumulate)
 
-    def _pass_s(self, work: PassWork) -> float:
-        """Time of a pass over a block, weights being whole. A processor's rate was measured on whole training steps; a
-        GPU's pass ends no sooner than its operators are issued."""
-        rates = self._rates
-        if self.device.is_cpu:
+    def _pass_s(self, work: PassWork, *, ours: bool = True) -> float:
+        """Time of a pass over a block, weights being whole. A GPU's pass ends no sooner than its operators are issued;
+        an assumed rate of a processor is that of whole training steps.
+
+        Args:
+            ours: this device has our kernels for it.
+        """
+        rates, fused, measured = self._rates, self.settings.fused and ours, self.device.measured is not None
+        if self.device.is_cpu and not measured:
             return work.product_flops / rates.products
-        return max(rates.pass_s(work), work.issued(fused=self.settings.fused) / ISSUED_PER_S)
+        device_s = rates.pass_s(work, fused=fused and measured)
+        return device_s if self.device.is_cpu else max(device_s, work.issued(fused=fused) / ISSUED_PER_S)
 
     @property
     def _boundary_bytes(self) -> int:
@@ -355,12 +360,11 @@ class _Timer:
         """Seconds, bytes and boundary of one block for one microbatch, counted from its matrices and its attention."""
         architecture, settings = self.architecture, self.settings
         work = block_work(architecture, block, settings)
-        unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
-        unpack_s /= FP8_UNPACKING if settings.packed_as == "fp8" else 1.0
+        unpack_s = self._unpack_s(block)
         each_s = 0.0 if settings.unpacks_once else unpack_s
         forward_s, backward_s = self._pass_s(work.forward) + each_s, self._pass_s(work.backward) + each_s
         if settings.deterministic and not self.device.is_cpu:
-            backward_s += (ORDERED_BACKWARD - 1) * work.backward.attention_flops / self._rates.attention
+            backward_s += (ORDERED_BACKWARD - 1) * self._rates.flops_s(work.backward.attention_flops, attention=True)
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
@@ -380,11 +384,20 @@ class _Timer:
             whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
         )
 
+    def _unpack_s(self, block: Block) -> float:
+        """Time to make packed weights whole."""
+        settings, measured = self.settings, self.device.measured
+        rate = dict(measured.unpacking).get(settings.packed_as or "") if measured else None
+        if rate:
+            return block.params / rate
+        unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
+        return unpack_s / (FP8_UNPACKING if settings.packed_as == "fp8" else 1.0)
+
     def _mlp_s(self, block: Block) -> float:
         """Forward of the feed-forward part."""
         settings, per_token = self.settings, self.architecture.num_experts_per_tok
         fill = expert_fill(settings, block.num_experts, per_token) if block.num_experts else 1.0
-        return 2 * settings.tokens_per_microbatch * block.active_mlp_params / self._rates.products / fill
+        return self._rates.flops_s(2 * settings.tokens_per_microbatch * block.active_mlp_params) / fill
 
     def _skippable_s(self, block: Block) -> float:
         """Seconds of the forward that a recompute leaves out where nobody reads the block's output."""
@@ -395,7 +408,7 @@ class _Timer:
             return self._mlp_s(block)
         if block.num_experts:  # routing weights read the last product
             return 0.0
-        return 2 * tokens * architecture.hidden_size * architecture.intermediate_size / self._rates.products
+        return self._rates.flops_s(2 * tokens * architecture.hidden_size * architecture.intermediate_size)
 
     def head(self) -> LayerCost:
         """Final norm, LM head and loss, in chunks of tokens; forward and backward in one go, no recompute."""
@@ -403,8 +416,8 @@ class _Timer:
         forward, backward = head_work(architecture, settings)
         return LayerCost(
             name="head",
-            forward_s=self._pass_s(forward),
-            backward_s=self._pass_s(backward),
+            forward_s=self._pass_s(forward, ours=not self.device.is_cpu),
+            backward_s=self._pass_s(backward, ours=not self.device.is_cpu),
             recompute=False,
             param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
         )

@@ -166,6 +166,8 @@ class Product:
     """With what is wasted in tiles that are partly empty."""
     traffic_bytes: float
     """Bytes of both factors and the result: what a narrow product waits for."""
+    useful_flops: float
+    """Without what is wasted."""
 
 
 @dataclass(slots=True)
@@ -209,7 +211,8 @@ class PassWork:
         """Count a product of [rows, inner] and [inner, columns], of values of `size` bytes."""
         self._multiplies(2 * rows * inner * columns)
         traffic_bytes = size * (rows * inner + inner * columns + rows * columns)
-        self.shapes.append(Product(2 * _tiled(rows) * inner * _tiled(columns), traffic_bytes))
+        useful = 2 * rows * inner * columns
+        self.shapes.append(Product(2 * _tiled(rows) * inner * _tiled(columns), traffic_bytes, useful))
 
     def grouped_product(self, flops: float, wasted: float, traffic_bytes: float) -> None:
         """Count a product with a matrix for each expert.
@@ -218,7 +221,7 @@ class PassWork:
             wasted: FLOPs in tiles that are partly empty.
         """
         self._multiplies(flops)
-        self.shapes.append(Product(flops + wasted, traffic_bytes))
+        self.shapes.append(Product(flops + wasted, traffic_bytes, flops))
 
     def _multiplies(self, flops: float) -> None:
         self.operators += 1

@@ -8,6 +8,7 @@ A machine in words is groups joined by `+`, each a count and a name, then figure
     2xcustom:memory_gib=24:acc32_tflops=70       a GPU that the catalogue lacks
     8x4090,host_memory_gib=512,accumulate=fp16   figures of the machine
     2x3090 64GB                                  host memory as people write it: `64 GB RAM`, `, 64GB` alike
+    their.json                                   a machine that `roundpipe doctor --measure` measured, figures as above
 
 All rates are per second, in plain bytes and floating-point operations.
 """
@@ -19,11 +20,14 @@ import re
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
+from roundpipe_cli.costs.measured import Curve, MeasuredRates, Measurement, at, read_measurement, sent_measurements
 from roundpipe_cli.costs.settings import DType
 from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
@@ -73,6 +77,8 @@ class Device:
     """Whether torch's segments of its memory do not grow, see `costs/memory.py`."""
     link_is_given: bool = False
     """Whether somebody gave the rate of the link; otherwise it is that of its generation and lanes."""
+    measured: MeasuredRates | None = None
+    """Rates of this device, or of one like it, in place of its data sheet's; None: nobody measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +197,28 @@ def part_of(device: Device, part: float) -> Device:
         fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s * part,
         float32_flops_per_s=device.float32_flops_per_s * part,
         link_bytes_per_s=device.link_bytes_per_s * part,
+        measured=device.measured and device.measured.part(part),
     )
+
+
+def with_measured(device: Device, measurement: Measurement) -> Device | None:
+    """The device with rates of such a one that was measured, or its part of them; None where none was."""
+    for worker in measurement.workers:
+        if device.name in (worker.device, find_gpu(worker.device)):
+            rates = worker.rates.part(1 / max(1, round(worker.memory_bytes / device.memory_bytes)))
+            return replace(device, measured=rates, link_bytes_per_s=rates.link_bytes_per_s)
+    return None
+
+
+def measured_devices(measurement: Measurement) -> list[Device]:
+    """The devices of a machine that was measured."""
+    devices = []
+    for worker in measurement.workers:
+        types, figures = {name for name, _ in worker.rates.products}, catalogue()[find_gpu(worker.device) or "rtx-3090"]
+        device = replace(gpu_device(worker.device, figures), memory_bytes=worker.memory_bytes)
+        device = replace(device, is_cpu=worker.device == "cpu", has_bfloat16="bfloat16" in types)
+        devices += [measured] if (measured := with_measured(device, measurement)) else []
+    return devices
 
 
 def parse_hardware(text: str, where: str | None = None) -> Hardware:
@@ -216,7 +243,14 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     machine_text, loose = _without_host_memory(machine_text)
     option_texts = [*loose, *(HOST_MEMORY.sub(r"host_memory_gib=\1", option) for option in option_texts)]
     notes: list[str] = []
-    devices = [device for group in machine_text.split("+") for device in _parse_group(group.strip(), where, notes)]
+    measurement = read_measurement(named_path(machine_text)) if machine_text.endswith(".json") else None
+    if measurement is not None:
+        machine_text, devices = f"{measurement.label} ({Path(machine_text).name})", measured_devices(measurement)
+        option_texts = [f"host_memory_gib={measurement.host_memory_bytes / GIB}", *option_texts]
+        option_texts.insert(0, f"host_memory_gb_per_s={measurement.update_bytes_per_s / 1e9}")
+        notes.append(measurement.note)
+    else:
+        devices = [device for group in machine_text.split("+") for device in _parse_group(group.strip(), where, notes)]
     if len(devices) > MAX_WORKERS:
         raise RefusedError("too many GPUs", where=where, found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
     options = _parse_figures(option_texts, _OPTIONS, where)
@@ -228,7 +262,8 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     else:
         host_memory_bytes = int(host_memory_gib * GIB)
         notes.append(f"given: {host_memory_gib:g} GiB of host memory")
-    notes.append("assumed: GPU rates scaled by data sheet from an RTX 4090, not measured on this machine")
+    if any(device.measured is None for device in devices):
+        notes.append("assumed: GPU rates scaled by data sheet from an RTX 4090, not measured on this machine")
     if any(is_amd(device.name) for device in devices):
         notes.append("note: AMD's GPUs were never tried; torch for ROCm shows them as `cuda:N`")
     disk_free_gib = options.get("disk_free_gib")
@@ -297,7 +332,12 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
     figures = replace(catalogue()[known], **given)
     if given:
         notes.append(f"given: {', '.join(f'{key}={value}' for key, value in given.items())} of {known}")
-    return [gpu_device(known, figures)] * count
+    device = gpu_device(known, figures)
+    for measurement in sent_measurements() if not given else ():
+        if (measured := with_measured(device, measurement)) is not None:
+            notes.append(measurement.note)
+            return [measured] * count
+    return [device] * count
 
 
 def _unknown_gpu(name: str, where: str) -> RefusedError:
@@ -470,6 +510,8 @@ FULL_RATE_SHARE = 0.70
 """Share on cards that add up in float32 at their full rate: their power limit binds first (assumed)."""
 FLOAT32_SHARE = 0.85
 """Share of the data sheet's rate of float32 (assumed)."""
+NARROW = "float16 in 16 bit"
+"""A measurement's name for products of float16 that add up in float16."""
 ATTENTION_SHARE, FULL_RATE_ATTENTION_SHARE = 0.8, 0.5
 """Fused attention adds up in float32 always (assumed, from arXiv 2307.08691 for cards with the full rate)."""
 
@@ -481,6 +523,20 @@ class Rates:
     products: float
     attention: float
     memory: float
+    shares: tuple[Curve, Curve, Curve] | None = None
+    """Of the three rates by size, where they were measured."""
+    has_tiles: bool = True
+    """Whether parts of tiles that are empty take time, as on GPUs."""
+
+    def flops_s(self, flops: float, *, attention: bool = False) -> float:
+        """Time of a product of so many operations, or of attention."""
+        rate = self.attention if attention else self.products
+        return flops / (rate if self.shares is None else rate * at(self.shares[attention], flops))
+
+    def traffic_s(self, num_bytes: float, operators: int = 1) -> float:
+        """Time of operators that read and write so many bytes together."""
+        share = 1.0 if self.shares is None else at(self.shares[2], num_bytes / max(1, operators))
+        return num_bytes / (self.memory * share)
 
     def pass_s(self, work: PassWork, *, fused: bool = False) -> float:
         """Time of a pass over a block, without the unpacking of weights.
@@ -493,15 +549,19 @@ class Rates:
         """
         rest = work.traffic_bytes - work.unpacked_bytes + (0 if fused else work.library_bytes)
         products_s = sum(map(self.product_s, work.shapes))
-        return products_s + work.attention_flops / self.attention + rest / self.memory
+        attention_s = self.flops_s(work.attention_flops, attention=True)
+        return products_s + attention_s + self.traffic_s(rest, work.issued(fused=fused) - work.products)
 
     def product_s(self, product: Product) -> float:
         """Time of a matrix product."""
-        return max(product.flops / self.products, product.traffic_bytes / self.memory)
+        flops = product.flops if self.has_tiles else product.useful_flops
+        return max(self.flops_s(flops), self.traffic_s(product.traffic_bytes))
 
 
 def rates_of(device: Device, dtype: DType, accumulate: Accumulate) -> Rates:
     """Rates of a device in this precision; a processor's are measured ones."""
+    if device.measured is not None:
+        return _measured_rates(device.measured, dtype, accumulate, has_tiles=not device.is_cpu)
     memory, exact = device.memory_bytes_per_s, device.fp32_accumulate_flops_per_s
     half = device.fp16_accumulate_flops_per_s
     if dtype == "float32" or device.is_cpu:
@@ -512,3 +572,14 @@ def rates_of(device: Device, dtype: DType, accumulate: Accumulate) -> Rates:
     if dtype == "float16" and accumulate == "fp16" and exact < half:
         products = PRODUCTS_SHARE * half
     return Rates(products, min(ATTENTION_SHARE * exact, FULL_RATE_ATTENTION_SHARE * half), memory)
+
+
+def _measured_rates(measured: MeasuredRates, dtype: DType, accumulate: Accumulate, *, has_tiles: bool) -> Rates:
+    """The largest sizes' rates, and the shares of them that smaller ones reach."""
+    products, attention = dict(measured.products), dict(measured.attention)
+    narrow = products.get(NARROW) if dtype == "float16" and accumulate == "fp16" else None
+    curves = (narrow or products[dtype], attention[dtype], measured.memory)
+    most = [curve[-1][1] for curve in curves]
+    by_size = [tuple((size, rate / last) for size, rate in one) for one, last in zip(curves, most, strict=True)]
+    reached = [rate / measured.time_factor for rate in most]
+    return Rates(*reached, shares=(by_size[0], by_size[1], by_size[2]), has_tiles=has_tiles)

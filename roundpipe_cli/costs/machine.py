@@ -10,10 +10,13 @@ import platform
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
-from roundpipe_cli.costs.hardware import Device, Hardware
+from roundpipe_cli.costs.hardware import Device, Hardware, part_of, with_measured
+from roundpipe_cli.costs.measured import MEASURE, own_path, read_measurement
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB, format_bytes
 
 # Layout of the host's memory: NUMA nodes, and pages of 2 MiB for memory that asks for them.
@@ -174,8 +177,9 @@ def _cpuinfo() -> str:
     return _read(Path("/proc/cpuinfo"))
 
 
-SLOW_NOTE = "slow: "
-"""Notes of a machine that begin so say how to be many times faster; a plan shows them with its verdict."""
+SLOW_NOTE, NOT_USED = "slow: ", "note: this machine's own measurement"
+"""Notes of a machine that begin so say how to be many times faster, or to know more; a plan shows them with its
+verdict."""
 
 
 def slow_in_16_bit(dtype: str) -> str | None:
@@ -197,16 +201,53 @@ def _speedup_in_16_bit() -> float:
 
 
 def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
-    """The machine with these devices, its measured host memory and the free disk under `output_dir`."""
+    """The machine with these devices, its measured host memory and the free disk under `output_dir`; with the rates of
+    its own measurement where there is one."""
     memory = host_memory()
     measured = f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"
-    return Hardware(
-        description=description,
-        devices=devices,
-        host_memory_bytes=memory.total_bytes,
-        disk_free_bytes=free_disk_bytes(output_dir),
-        notes=(*notes, measured),
-        is_here=True,
+    return _with_own_rates(
+        Hardware(
+            description=description,
+            devices=devices,
+            host_memory_bytes=memory.total_bytes,
+            disk_free_bytes=free_disk_bytes(output_dir),
+            notes=(*notes, measured),
+            is_here=True,
+        )
+    )
+
+
+ASSUMED_RATES = ("assumed: rates of", "assumed: CPU rates")
+"""How notes on rates that nobody measured begin."""
+
+
+def _with_own_rates(hardware: Hardware) -> Hardware:
+    """The machine with what `roundpipe doctor --measure` measured; a note says so, or why that is not used."""
+    path, torch = own_path(), metadata.version("torch")
+    if not path.exists():
+        return hardware
+    try:
+        measurement = read_measurement(path)
+        found = [device for one in hardware.devices if (device := with_measured(one, measurement)) is not None]
+        why = "" if measurement.torch == torch else f"it was made with torch {measurement.torch}, here is {torch}"
+        if (measurement.processor, measurement.cores) != (processor_name(), num_cores()):
+            why = "it is of another processor"
+        why = why or ("" if len(found) == len(hardware.devices) else "it is of other devices")
+    except RefusedError as error:
+        why = error.in_short
+    if why:
+        note = f"{NOT_USED} is not used: {why}; `{MEASURE}` measures anew"
+        return replace(hardware, notes=(*hardware.notes, note))
+    measured_cpus, cpus = (
+        sum(name == "cpu" for name in names)
+        for names in ([one.device for one in measurement.workers], [one.name for one in found])
+    )
+    return replace(
+        hardware,
+        devices=tuple(part_of(one, measured_cpus / cpus) if one.is_cpu else one for one in found),
+        description=f"{hardware.description}, measured on {measurement.label}",
+        host_memory_bytes_per_s=measurement.update_bytes_per_s,
+        notes=(measurement.note, *(note for note in hardware.notes if not note.startswith(ASSUMED_RATES))),
     )
 
 

@@ -137,6 +137,11 @@ def _rows(*fields: str) -> list[list[str]]:
     return [] if answer is None or answer.returncode != 0 else smi_rows(answer, fields)
 
 
+def driver_version() -> str:
+    """The driver's; empty where there is none."""
+    return next((version for (version,) in _rows("driver_version")), "")
+
+
 def _listed_cards() -> list[Listed]:
     rows = _rows("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max", "uuid")
     return [Listed(name, uuid, _mib(memory), generation, lanes) for name, memory, generation, lanes, uuid in rows]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
+from roundpipe_cli.engine.backends.base import Backend
 
 NUM_REPEATS = 4
 
@@ -23,10 +23,13 @@ class LinkSpeed:
 
     up_bytes_per_s: float
     down_bytes_per_s: float
+    both_bytes_per_s: float
+    """In each direction while both are used."""
 
 
 def measure_links(backends: Sequence[Backend], num_bytes: int) -> list[LinkSpeed]:
-    """Copy `num_bytes` to every device at once, a few times, then back; page-locked where the device is a GPU.
+    """Copy `num_bytes` to every device at once, a few times, then back, then half of them each way; page-locked where
+    the device is a GPU.
 
     Raises:
         RuntimeError: a device refused the memory or the copy.
@@ -52,6 +55,13 @@ def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> Li
         with backend.copy_thread():
             up_s = _timed(lambda: backend.copy_up([(device, host)]), backend, barrier)
             down_s = _timed(lambda: backend.copy_down([(host, device)]), backend, barrier)
+            half = num_bytes // 2
+
+            def both() -> None:
+                backend.copy_up([(device[:half], host[:half])])
+                backend.copy_down([(host[half:], device[half:])])
+
+            both_s = _timed(both, backend, barrier)
     except BaseException:
         barrier.abort()
         raise
@@ -60,10 +70,10 @@ def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> Li
             with contextlib.suppress(RuntimeError):
                 cuda.unregister_host_buffer(host)
     moved = NUM_REPEATS * num_bytes
-    return LinkSpeed(moved / up_s, moved / down_s)
+    return LinkSpeed(moved / up_s, moved / down_s, moved / 2 / both_s)
 
 
-def _timed(copy: Callable[[], DeviceEvent], backend: Backend, barrier: threading.Barrier) -> float:
+def _timed(copy: Callable[[], object], backend: Backend, barrier: threading.Barrier) -> float:
     """Seconds that `NUM_REPEATS` copies take, begun with those of all other devices."""
     copy()  # warms up
     backend.synchronize()

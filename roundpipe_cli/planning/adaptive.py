@@ -17,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.cache import cache_folder, sealed, unsealed
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.memory import DEVICE_SHARE, beyond_margin
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.files import write_atomically
-from roundpipe_cli.planning.answers import sealed, unsealed
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.predict import MEASURED

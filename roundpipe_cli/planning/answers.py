@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roundpipe_cli.cache import KEPT_S, cache_folder
+from roundpipe_cli.cache import KEPT_S, cache_folder, sealed, unsealed
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.planning.compare import StageCut
-from roundpipe_cli.regular_files import read_json_of_ours
 from roundpipe_cli.schedule.builders import Options
 
 MAX_BYTES = 1024**2
@@ -65,27 +63,6 @@ class Answers:
             _forget_old(path.parent)
             write_atomically(path, sealed(write(answer)))
         return answer
-
-
-def sealed(content: object) -> bytes:
-    """JSON with its hash, by which `unsealed` knows damage."""
-    return json.dumps({"sha256": _hash(content), "content": content}).encode()
-
-
-def unsealed(path: Path, max_bytes: int) -> Any:
-    """The content of a file of `sealed`.
-
-    Raises:
-        OSError, ValueError: it is not there, no regular file, too large, or not as it was written.
-    """
-    found = read_json_of_ours(path, max_bytes)
-    if not isinstance(found, dict) or found.get("sha256") != _hash(found.get("content")):
-        raise ValueError("it is not as it was written")
-    return found["content"]
-
-
-def _hash(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @contextmanager

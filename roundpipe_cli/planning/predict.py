@@ -188,6 +188,7 @@ class Band:
 
 
 MEASURED = Band(1.15, "from layer times that this run measured")
+BY_RATES = Band(1.3, "from measured rates of these devices")
 ON_CPU = Band(3.0, "rates of a processor are assumed")
 # No GPU was measured by us yet. Published full fine-tuning of two models on 1 to 8 RTX 4090s lies within 4 % of the
 # cost model (tests/costs); everything else is scaled from there by data sheets.
@@ -203,7 +204,9 @@ EXPERTS_BY_OWN_KERNELS = Band(1.5, "experts: our kernels for them have run on no
 
 
 def band_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Band:
-    """The band of a prediction that uses no measurement of this machine."""
+    """The band of a prediction before a run has measured its layers."""
+    if all(device.measured is not None for device in hardware.devices):
+        return BY_RATES
     if any(device.is_cpu for device in hardware.devices):
         return ON_CPU
     if architecture.num_experts_per_tok:
@@ -596,7 +599,11 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
         *unproven(architecture, question.loaded.recipe),
         *hardware.notes,
     ]
-    if question.gpus:
+    links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
+    speeds = f"{' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction"
+    if question.gpus and all(device.measured for device in hardware.devices):
+        lines.append(f"measured: {speeds}")
+    elif question.gpus:
         lines.append(
             "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "
             "(float16 accumulation) within 5 % on average, all else is scaled from there"
@@ -621,8 +628,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
             )
         if settings.packed_as == "fp8":
             lines.append("assumed: FP8 weights (load_in_fp8) are unpacked at 0.26 of the memory's rate, as on an H100")
-        links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
-        lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
+        lines.append(f"assumed: {speeds}")
     lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")
     limit = architecture.max_position_embeddings
     if limit is not None and settings.max_seq_length > limit:

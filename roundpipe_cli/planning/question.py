@@ -168,6 +168,8 @@ def _count_of_index(folder: Path, config: dict[str, Any]) -> int | None:
 
 
 THIS_MACHINE = "this machine"
+HERE = "here"
+"""The word for this machine where another one may be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ def ask(
     """Find the model's figures and the machine.
 
     Args:
-        hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
+        hardware: in words, `here` among them, or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
         here: leave the recipe's `hardware` out.
         build: counts models that are not counted exactly here.
         found: the model's configuration, where its files were read and checked before.
@@ -271,6 +273,8 @@ def ask(
         RefusedError: no such model or hardware.
     """
     recipe = loaded.recipe
+    if isinstance(hardware, str) and hardware.strip().lower() == HERE:
+        hardware, here = None, True
     if found is None:
         found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
         check_model(found, recipe)

@@ -1,0 +1,367 @@
+"""Measures a machine for `plan`: rates of its devices, links and host, and a small run beside its prediction.
+
+    python -m roundpipe_cli.train.measure products
+
+prints the figures of one part as JSON. Each part has a process of its own, so that one that fails or hangs costs only
+itself; `roundpipe doctor --measure` and `scripts/gpu_check` run them all. Workers are measured at once, as in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe_cli.cache import CACHE_VARIABLE
+from roundpipe_cli.choices import OPTIMIZERS, PACKED_FORMATS
+from roundpipe_cli.costs.hardware import NARROW, parse_hardware
+from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
+from roundpipe_cli.costs.measured import write_measurement
+from roundpipe_cli.costs.nvidia_smi import driver_version
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.base import Backend, set_own_threads
+from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import StepFinished
+from roundpipe_cli.model.stored.packed_weights import PackedParameter, import_bitsandbytes, packed_bytes, quantize
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train.finetune import run_finetune
+from roundpipe_cli.train.optim.optimizer import measured_update_s
+from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, threads_per_worker, updater_threads
+from roundpipe_cli.train.signals import Reporting, Start, StopSignals
+
+Figures = dict[str, Any]
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+REPEATS, EACH_S = 5, 0.06
+PRODUCTS = {
+    "cpu": ((128, 576, 16), (128, 576, 576), (256, 576, 1536), (512, 2048, 2048), (128, 576, 49152)),
+    "cuda": ((2048, 2048, 128), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 14336)),
+}
+"""(rows, inner, columns): from an adapter's to a large model's."""
+ATTENTION = {
+    "cpu": ((9, 128, 64), (9, 512, 64), (9, 2048, 64)),
+    "cuda": ((32, 512, 128), (32, 2048, 128), (32, 8192, 128)),
+}
+"""(heads, tokens, width)"""
+ELEMENTS = {"cpu": (2**14, 2**16, 2**18, 2**20, 2**22, 2**24), "cuda": (2**20, 2**22, 2**24, 2**27)}
+PACKED_SHAPE = {"cpu": (1536, 576), "cuda": (14336, 4096)}
+LINK_BYTES, ADDED_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}, 2**24
+LAUNCHING_S, MAX_THREADS = 1.0, 8
+MODEL = {
+    "cpu": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+STEP = {"cpu": ("float32", 128), "cuda": ("bfloat16", 2048)}
+"""Type and tokens of the small run."""
+STEPS, COUNTED_STEPS, BLOCKS, PER_WORKER, VOCABULARY = 9, 5, 6, 4, 8192
+PART_LIMIT_S = 150.0
+
+
+def of_all(backends: Sequence[Backend], work: Callable[[Backend], Figures]) -> Figures:
+    """Figures of all workers, which are at work at the same time."""
+
+    def one(backend: Backend) -> Figures:
+        with backend.worker_thread(), backend.compute():
+            return work(backend)
+
+    with ThreadPoolExecutor(len(backends)) as pool:
+        return {"workers": list(pool.map(one, backends))}
+
+
+def seconds(backend: Backend, run: Callable[[], object]) -> float:
+    """Median time of a call."""
+
+    def timed(count: int) -> float:
+        start = backend.mark()
+        for _ in range(count):
+            run()
+        end = backend.mark()
+        backend.synchronize()
+        return max(1e-9, backend.seconds_between(start, end) / count)
+
+    timed(1)  # kernels are chosen, memory is reserved
+    count = max(1, min(10_000, int(EACH_S / timed(1))))
+    return statistics.median(timed(count) for _ in range(REPEATS))
+
+
+def _types(backend: Backend) -> list[str]:
+    lacks = backend.device.type != "cpu" and not cuda.has_bfloat16(backend.device.index or 0)
+    return [name for name in DTYPES if not (lacks and name == "bfloat16")]
+
+
+def products(backends: Sequence[Backend]) -> Figures:
+    """FLOPs a second of matrix products, by type and size."""
+
+    def curve(backend: Backend, name: str) -> list[tuple[float, float]]:
+        rows = []
+        for tokens, inner, columns in PRODUCTS[backend.device.type]:
+            x, w = (torch.randn(n, inner, device=backend.device).to(DTYPES[name]) for n in (tokens, columns))
+            flops = 2.0 * tokens * inner * columns
+            rows.append((flops, flops / seconds(backend, lambda x=x, w=w: torch.mm(x, w.t()))))
+        return rows
+
+    def work(backend: Backend) -> Figures:
+        return {"products": {name: curve(backend, name) for name in _types(backend)}}
+
+    found = of_all(backends, work)
+    if backends[0].device.type != "cpu":
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
+        for figures, own in zip(found["workers"], of_all(backends, partial(_narrow, curve))["workers"], strict=True):
+            figures["products"] |= own
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    return found
+
+
+def _narrow(curve: Callable[[Backend, str], list[tuple[float, float]]], backend: Backend) -> Figures:
+    return {NARROW: curve(backend, "float16")}
+
+
+def attention(backends: Sequence[Backend]) -> Figures:
+    """FLOPs a second of causal attention, forward and backward, by type and size."""
+
+    def curve(backend: Backend, name: str) -> list[tuple[float, float]]:
+        rows = []
+        for heads, tokens, width in ATTENTION[backend.device.type]:
+            shape = 1, heads, tokens, width
+            query = torch.randn(shape, device=backend.device).to(DTYPES[name]).requires_grad_()
+            above = torch.ones_like(query)
+
+            def run(query: torch.Tensor = query, above: torch.Tensor = above) -> None:
+                found = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+                torch.autograd.grad(found, query, above)
+
+            flops = 2.0 * heads * width * tokens * tokens  # forward; backward has 2.5 times as many
+            rows.append((flops, 3.5 * flops / seconds(backend, run)))
+        return rows
+
+    return of_all(backends, lambda backend: {"attention": {name: curve(backend, name) for name in _types(backend)}})
+
+
+def memory(backends: Sequence[Backend]) -> Figures:
+    """Bytes a second of an operator that reads two tensors and writes one, by size."""
+
+    def work(backend: Backend) -> Figures:
+        rows = []
+        for count in ELEMENTS[backend.device.type]:
+            a, b = (torch.ones(count, device=backend.device) for _ in "ab")
+            rows.append((12.0 * count, 12 * count / seconds(backend, lambda a=a, b=b: torch.mul(a, b))))
+        return {"memory": rows}
+
+    return of_all(backends, work)
+
+
+def unpacking(backends: Sequence[Backend]) -> Figures:
+    """Weights a second, for each packed form whose library is installed."""
+
+    has_library = import_bitsandbytes() is not None
+
+    def work(backend: Backend) -> Figures:
+        rates = {}
+        shape = torch.Size(PACKED_SHAPE[backend.device.type])
+        for kind, form in PACKED_FORMATS.items():
+            if form.needs_bitsandbytes and not has_library:
+                continue
+            packed = torch.zeros(packed_bytes(shape, kind), dtype=torch.uint8)
+            quantize(torch.randn(shape), packed, kind)
+            weight = PackedParameter.of(packed.to(backend.device), shape, DTYPES[_types(backend)[1]], kind)
+            rates[kind] = shape.numel() / seconds(backend, weight.dequantized)
+        return {"unpacking": rates}
+
+    return of_all(backends, work)
+
+
+def links(backends: Sequence[Backend]) -> Figures:
+    """Bytes a second, up, down and both at once, of all links together."""
+    speeds = measure_links(backends, LINK_BYTES[backends[0].device.type])
+    names = ("up_bytes_per_s", "down_bytes_per_s", "both_bytes_per_s")
+    return {"workers": [{name: getattr(speed, name) for name in names} for speed in speeds]}
+
+
+def host(backends: Sequence[Backend]) -> Figures:
+    """Bytes a second of the host's memory: AdamW, and additions of gradients."""
+    num_threads = updater_threads([str(backend.device) for backend in backends])
+    update_s = measured_update_s(ADDED_ELEMENTS, num_threads)
+    set_own_threads(num_threads)
+    total, gradient = torch.zeros(ADDED_ELEMENTS), torch.ones(ADDED_ELEMENTS)
+    taken = []
+    for _ in range(REPEATS):
+        start_s = time.perf_counter()
+        total.add_(gradient)
+        taken.append(time.perf_counter() - start_s)
+    adding = 12 * ADDED_ELEMENTS / statistics.median(taken)
+    return {"host": {"update_bytes_per_s": OPTIMIZERS["adamw"].update_bytes / update_s, "adding_bytes_per_s": adding}}
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that write memory."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches(backends: Sequence[Backend]) -> Figures:
+    """Operators a second that threads issue together, a pass of a narrow model each in turn."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    narrow = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(**narrow, num_hidden_layers=1, vocab_size=64)
+    device, rates = backends[0].device, {}
+    ids = torch.zeros((1, 4), dtype=torch.long, device=device)
+    models = [AutoModelForCausalLM.from_config(config).to(device) for _ in range(MAX_THREADS)]
+    with backends[0].worker_thread(), _Launches() as each:
+        models[0](input_ids=ids, labels=ids).loss.backward()
+    for count in (count for count in (1, 2, 4, MAX_THREADS) if count <= max(len(backends), 2)):
+        turns, go, passes = IssueTurns(), threading.Barrier(count), [0] * count
+
+        def issue(index: int, turns: IssueTurns = turns, go: Any = go, passes: list[int] = passes) -> None:
+            with backends[index % len(backends)].worker_thread():
+                go.wait()
+                end_s = time.perf_counter() + LAUNCHING_S
+                while time.perf_counter() < end_s:
+                    with turns.turn():
+                        models[index](input_ids=ids, labels=ids).loss.backward()
+                    passes[index] += 1
+
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(issue, range(count)))
+        rates[str(count)] = sum(passes) * each.num / LAUNCHING_S
+    return {"host": {"launches_per_s": rates}}
+
+
+def write_small_model(folder: Path, dtype: torch.dtype, **sizes: int) -> None:
+    """A Llama with random weights and a tokenizer of few words, in transformers' own files."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"</s>": 0, "one": 1, "word": 2}, unk_token="</s>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
+
+
+def step(names: Sequence[str], machine: str) -> Figures:
+    """A small LoRA run's step: measured, and predicted by the rates in the file `machine`."""
+    kind = "cpu" if names[0] == "cpu" else "cuda"
+    dtype, tokens = STEP[kind]
+    rows, taken = PER_WORKER * len(names), []
+
+    def tell(event: object) -> None:
+        if isinstance(event, StepFinished):
+            taken.append(event.step_s)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE_VARIABLE] = str(Path(folder) / "cache")
+        sizes = {**MODEL[kind], "num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY}
+        write_small_model(Path(folder) / "model", DTYPES[dtype], **sizes)
+        text = json.dumps({"text": "one word " * tokens})
+        (Path(folder) / "rows.jsonl").write_text(f"{text}\n" * rows, encoding="utf-8")
+        recipe = {
+            **{"model": f"{folder}/model", "method": "lora", "dtype": dtype, "output_dir": f"{folder}/out"},
+            **{
+                "datasets": [{"path": f"{folder}/rows.jsonl", "type": "text"}],
+                "max_seq_length": tokens,
+                "packing": False,
+            },
+            **{"long_rows": "truncate", "gradient_accumulation_steps": rows, "max_steps": STEPS, "save_steps": STEPS},
+            "pipeline": {"devices": [*names]},
+        }
+        loaded = load_text(json.dumps(recipe), f"{folder}/recipe.yaml")
+        predicted_s = make_plan(loaded, parse_hardware(machine)).step_s
+        run_finetune(loaded, Start(offline=True), Reporting(tell), StopSignals())
+    measured_s = statistics.median(taken[-COUNTED_STEPS:])
+    return {"step": {"predicted_s": predicted_s, "measured_s": measured_s}}
+
+
+PARTS: Mapping[str, Callable[[Sequence[Backend]], Figures]] = {
+    one.__name__: one for one in (products, attention, memory, unpacking, links, launches, host)
+}
+STEP_PART = "step"
+
+
+def identity(names: Sequence[str]) -> Figures:
+    """Names of cards and versions, before anything is measured; none of the machine."""
+    memory_bytes = host_memory().total_bytes
+    workers: list[Figures] = []
+    for name in names:
+        index = int(name.partition(":")[2] or 0)
+        is_cpu = name == "cpu"
+        size = memory_bytes if is_cpu else cuda.total_bytes()[index]
+        workers.append({"device": "cpu" if is_cpu else cuda.device_name(index), "memory_bytes": size})
+    versions = {"driver": driver_version(), "torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d")}
+    shared = {"processor": processor_name(), "cores": num_cores(), "host_memory_bytes": memory_bytes}
+    return {**versions, **shared, "workers": workers, "host": {}, "step": {"predicted_s": 1.0, "measured_s": 1.0}}
+
+
+def merge(content: Figures, found: Mapping[str, Any]) -> None:
+    """Put the figures of a part into the measurement."""
+    for key, value in found.items():
+        pairs = zip(content[key], value, strict=True) if key == "workers" else [(content[key], value)]
+        for target, figures in pairs:
+            target.update(figures)
+
+
+def measure_machine(path: Path, tell: Callable[[str], None]) -> Figures:
+    """Run all parts, each in a process of its own, and write the measurement.
+
+    Args:
+        tell: called with a line before each part.
+
+    Raises:
+        RefusedError: a part failed.
+    """
+    content: Figures = {}
+    for name in ("identity", *PARTS, STEP_PART):
+        tell(name)
+        words = [sys.executable, "-m", __name__, name, *([str(path)] if name == STEP_PART else [])]
+        if name == STEP_PART:
+            write_measurement(path, content)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=PART_LIMIT_S, check=False)
+            lines, why = done.stdout.splitlines(), (done.stderr.strip().splitlines() or ["no words"])[-1]
+        except subprocess.TimeoutExpired:
+            lines, why = [], f"no result within {PART_LIMIT_S:.0f} s"
+        if not lines or done.returncode:
+            hint = "another program may use the card or the memory; `roundpipe doctor` looks at both"
+            raise RefusedError("this machine could not be measured", where=name, found=why, hint=hint)
+        merge(content, json.loads(lines[-1])) if content else content.update(json.loads(lines[-1]))
+    write_measurement(path, content)
+    return content
+
+
+def main() -> None:
+    """Print the figures of the part that the command line names."""
+    part, *machine = sys.argv[1:]
+    names = choose_devices("auto")[0]
+    if part == "identity":
+        found = identity(names)
+    elif part == STEP_PART:
+        found = step(names, machine[0])
+    else:
+        found = PARTS[part](make_backends(names, threads_per_worker("auto", len(names))))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
