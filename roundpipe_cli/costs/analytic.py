@@ -334,17 +334,19 @@ class _Timer:
         return rates_of(self.device, self.settings.dtype, self.accumulate)
 
     def _pass_s(self, work: PassWork, *, ours: bool = True) -> float:
-        """Time of a pass over a block, weights being whole. A GPU's pass ends no sooner than its operators are issued;
-        an assumed rate of a processor is that of whole training steps.
+        """Time of a pass over a block, weights being whole. A GPU's pass ends no sooner than its operators are issued,
+        a processor computes them in between; its assumed rate is that of whole training steps.
 
         Args:
             ours: this device has our kernels for it.
         """
-        rates, fused, measured = self._rates, self.settings.fused and ours, self.device.measured is not None
-        if self.device.is_cpu and not measured:
+        rates, fused, measured = self._rates, self.settings.fused and ours, self.device.measured
+        if self.device.is_cpu and measured is None:
             return work.product_flops / rates.products
-        device_s = rates.pass_s(work, fused=fused and measured)
-        return device_s if self.device.is_cpu else max(device_s, work.issued(fused=fused) / ISSUED_PER_S)
+        device_s = rates.pass_s(work, fused=fused and measured is not None)
+        if self.device.is_cpu and measured is not None:
+            return device_s + work.issued(fused=fused) / measured.launches_per_s[0][1]
+        return max(device_s, work.issued(fused=fused) / ISSUED_PER_S)
 
     @property
     def _boundary_bytes(self) -> int:

@@ -263,7 +263,8 @@ def ask(
     """Find the model's figures and the machine.
 
     Args:
-        hardware: in words, `here` among them, or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
+        hardware: in words (`here` is one) or figures; None: what the recipe's `hardware` says, or else its devices on
+            this machine.
         here: leave the recipe's `hardware` out.
         build: counts models that are not counted exactly here.
         found: the model's configuration, where its files were read and checked before.

@@ -41,13 +41,14 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import StepFinished
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, import_bitsandbytes, packed_bytes, quantize
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.recipe.load import LoadedRecipe, load_text
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.optim.optimizer import measured_update_s
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, threads_per_worker, updater_threads
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 
 Figures = dict[str, Any]
+# What is measured, by `kind`: cpu, or cuda with its sizes. Simulated cards have a processor's sizes.
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 REPEATS, EACH_S = 5, 0.06
 PRODUCTS = {
@@ -72,6 +73,11 @@ STEP = {"cpu": ("float32", 128), "cuda": ("bfloat16", 2048)}
 """Type and tokens of the small run."""
 STEPS, COUNTED_STEPS, BLOCKS, PER_WORKER, VOCABULARY = 9, 5, 6, 4, 8192
 PART_LIMIT_S = 150.0
+
+
+def kind_of(names: Sequence[str]) -> str:
+    """Whose sizes devices are measured with."""
+    return names[0].partition(":")[0]
 
 
 def of_all(backends: Sequence[Backend], work: Callable[[Backend], Figures]) -> Figures:
@@ -106,12 +112,12 @@ def _types(backend: Backend) -> list[str]:
     return [name for name in DTYPES if not (lacks and name == "bfloat16")]
 
 
-def products(backends: Sequence[Backend]) -> Figures:
+def products(backends: Sequence[Backend], kind: str) -> Figures:
     """FLOPs a second of matrix products, by type and size."""
 
     def curve(backend: Backend, name: str) -> list[tuple[float, float]]:
         rows = []
-        for tokens, inner, columns in PRODUCTS[backend.device.type]:
+        for tokens, inner, columns in PRODUCTS[kind]:
             x, w = (torch.randn(n, inner, device=backend.device).to(DTYPES[name]) for n in (tokens, columns))
             flops = 2.0 * tokens * inner * columns
             rows.append((flops, flops / seconds(backend, lambda x=x, w=w: torch.mm(x, w.t()))))
@@ -133,12 +139,12 @@ def _narrow(curve: Callable[[Backend, str], list[tuple[float, float]]], backend:
     return {NARROW: curve(backend, "float16")}
 
 
-def attention(backends: Sequence[Backend]) -> Figures:
+def attention(backends: Sequence[Backend], kind: str) -> Figures:
     """FLOPs a second of causal attention, forward and backward, by type and size."""
 
     def curve(backend: Backend, name: str) -> list[tuple[float, float]]:
         rows = []
-        for heads, tokens, width in ATTENTION[backend.device.type]:
+        for heads, tokens, width in ATTENTION[kind]:
             shape = 1, heads, tokens, width
             query = torch.randn(shape, device=backend.device).to(DTYPES[name]).requires_grad_()
             above = torch.ones_like(query)
@@ -154,12 +160,12 @@ def attention(backends: Sequence[Backend]) -> Figures:
     return of_all(backends, lambda backend: {"attention": {name: curve(backend, name) for name in _types(backend)}})
 
 
-def memory(backends: Sequence[Backend]) -> Figures:
+def memory(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second of an operator that reads two tensors and writes one, by size."""
 
     def work(backend: Backend) -> Figures:
         rows = []
-        for count in ELEMENTS[backend.device.type]:
+        for count in ELEMENTS[kind]:
             a, b = (torch.ones(count, device=backend.device) for _ in "ab")
             rows.append((12.0 * count, 12 * count / seconds(backend, lambda a=a, b=b: torch.mul(a, b))))
         return {"memory": rows}
@@ -167,34 +173,34 @@ def memory(backends: Sequence[Backend]) -> Figures:
     return of_all(backends, work)
 
 
-def unpacking(backends: Sequence[Backend]) -> Figures:
+def unpacking(backends: Sequence[Backend], kind: str) -> Figures:
     """Weights a second, for each packed form whose library is installed."""
 
     has_library = import_bitsandbytes() is not None
 
     def work(backend: Backend) -> Figures:
         rates = {}
-        shape = torch.Size(PACKED_SHAPE[backend.device.type])
-        for kind, form in PACKED_FORMATS.items():
+        shape = torch.Size(PACKED_SHAPE[kind])
+        for name, form in PACKED_FORMATS.items():
             if form.needs_bitsandbytes and not has_library:
                 continue
-            packed = torch.zeros(packed_bytes(shape, kind), dtype=torch.uint8)
-            quantize(torch.randn(shape), packed, kind)
-            weight = PackedParameter.of(packed.to(backend.device), shape, DTYPES[_types(backend)[1]], kind)
-            rates[kind] = shape.numel() / seconds(backend, weight.dequantized)
+            packed = torch.zeros(packed_bytes(shape, name), dtype=torch.uint8)
+            quantize(torch.randn(shape), packed, name)
+            weight = PackedParameter.of(packed.to(backend.device), shape, DTYPES[_types(backend)[1]], name)
+            rates[name] = shape.numel() / seconds(backend, weight.dequantized)
         return {"unpacking": rates}
 
     return of_all(backends, work)
 
 
-def links(backends: Sequence[Backend]) -> Figures:
+def links(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second, up, down and both at once, of all links together."""
-    speeds = measure_links(backends, LINK_BYTES[backends[0].device.type])
+    speeds = measure_links(backends, LINK_BYTES[kind])
     names = ("up_bytes_per_s", "down_bytes_per_s", "both_bytes_per_s")
     return {"workers": [{name: getattr(speed, name) for name in names} for speed in speeds]}
 
 
-def host(backends: Sequence[Backend]) -> Figures:
+def host(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second of the host's memory: AdamW, and additions of gradients."""
     num_threads = updater_threads([str(backend.device) for backend in backends])
     update_s = measured_update_s(ADDED_ELEMENTS, num_threads)
@@ -219,7 +225,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(backends: Sequence[Backend]) -> Figures:
+def launches(backends: Sequence[Backend], kind: str) -> Figures:
     """Operators a second that threads issue together, a pass of a narrow model each in turn."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -248,53 +254,60 @@ def launches(backends: Sequence[Backend]) -> Figures:
     return {"host": {"launches_per_s": rates}}
 
 
-def write_small_model(folder: Path, dtype: torch.dtype, **sizes: int) -> None:
-    """A Llama with random weights and a tokenizer of few words, in transformers' own files."""
+def write_random_model(folder: Path, config: Any, dtype: torch.dtype) -> None:
+    """A model of transformers with random weights and a tokenizer of few words, in the library's own files."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"</s>": 0, "one": 1, "word": 2}, unk_token="</s>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
 
 
-def step(names: Sequence[str], machine: str) -> Figures:
-    """A small LoRA run's step: measured, and predicted by the rates in the file `machine`."""
-    kind = "cpu" if names[0] == "cpu" else "cuda"
-    dtype, tokens = STEP[kind]
-    rows, taken = PER_WORKER * len(names), []
+def write_run(folder: Path, config: Any, dtype: str, *, rows: int, tokens: int, **keys: Any) -> LoadedRecipe:
+    """The recipe of a run whose steps have so many rows, all as long as they may be; its files in `folder`."""
+    write_random_model(folder / "model", config, DTYPES[dtype])
+    text = json.dumps({"text": "one word " * tokens})
+    (folder / "rows.jsonl").write_text(f"{text}\n" * rows, encoding="utf-8")
+    recipe = {
+        **{"model": f"{folder}/model", "method": "lora", "dtype": dtype, "output_dir": f"{folder}/out"},
+        **{"datasets": [{"path": f"{folder}/rows.jsonl", "type": "text"}], "max_seq_length": tokens},
+        **{"packing": False, "long_rows": "truncate", "gradient_accumulation_steps": rows},
+        **{"max_steps": STEPS, "save_steps": STEPS, **keys},
+    }
+    return load_text(json.dumps(recipe), f"{folder}/recipe.yaml")
+
+
+def run_steps(loaded: LoadedRecipe) -> list[float]:
+    """Seconds of the steps after those in which layers are timed, of a run without a memory of earlier ones."""
+    taken: list[float] = []
 
     def tell(event: object) -> None:
         if isinstance(event, StepFinished):
             taken.append(event.step_s)
 
+    os.environ[CACHE_VARIABLE] = str(loaded.path.parent / "cache")
+    run_finetune(loaded, Start(offline=True), Reporting(tell), StopSignals())
+    return taken[-COUNTED_STEPS:]
+
+
+def step(names: Sequence[str], kind: str, machine: str) -> Figures:
+    """A small LoRA run's step: measured, and predicted by the rates in the file `machine`."""
+    from transformers import LlamaConfig
+
+    dtype, tokens = STEP[kind]
+    config = LlamaConfig(**MODEL[kind], num_hidden_layers=BLOCKS, vocab_size=VOCABULARY)
+    keys = {"rows": PER_WORKER * len(names), "tokens": tokens, "pipeline": {"devices": [*names]}}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[CACHE_VARIABLE] = str(Path(folder) / "cache")
-        sizes = {**MODEL[kind], "num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY}
-        write_small_model(Path(folder) / "model", DTYPES[dtype], **sizes)
-        text = json.dumps({"text": "one word " * tokens})
-        (Path(folder) / "rows.jsonl").write_text(f"{text}\n" * rows, encoding="utf-8")
-        recipe = {
-            **{"model": f"{folder}/model", "method": "lora", "dtype": dtype, "output_dir": f"{folder}/out"},
-            **{
-                "datasets": [{"path": f"{folder}/rows.jsonl", "type": "text"}],
-                "max_seq_length": tokens,
-                "packing": False,
-            },
-            **{"long_rows": "truncate", "gradient_accumulation_steps": rows, "max_steps": STEPS, "save_steps": STEPS},
-            "pipeline": {"devices": [*names]},
-        }
-        loaded = load_text(json.dumps(recipe), f"{folder}/recipe.yaml")
+        loaded = write_run(Path(folder), config, dtype, **keys)
         predicted_s = make_plan(loaded, parse_hardware(machine)).step_s
-        run_finetune(loaded, Start(offline=True), Reporting(tell), StopSignals())
-    measured_s = statistics.median(taken[-COUNTED_STEPS:])
-    return {"step": {"predicted_s": predicted_s, "measured_s": measured_s}}
+        return {"step": {"predicted_s": predicted_s, "measured_s": statistics.median(run_steps(loaded))}}
 
 
-PARTS: Mapping[str, Callable[[Sequence[Backend]], Figures]] = {
+PARTS: Mapping[str, Callable[[Sequence[Backend], str], Figures]] = {
     one.__name__: one for one in (products, attention, memory, unpacking, links, launches, host)
 }
 STEP_PART = "step"
@@ -357,9 +370,9 @@ def main() -> None:
     if part == "identity":
         found = identity(names)
     elif part == STEP_PART:
-        found = step(names, machine[0])
+        found = step(names, kind_of(names), machine[0])
     else:
-        found = PARTS[part](make_backends(names, threads_per_worker("auto", len(names))))
+        found = PARTS[part](make_backends(names, threads_per_worker("auto", len(names))), kind_of(names))
     print(json.dumps(found))
 
 

@@ -9,6 +9,7 @@ that failed, because CUDA errors stay; the parent starts another for the rest.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -20,11 +21,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.limited import PR_SET_PDEATHSIG
 from scripts.gpu_checks.place import OPTIONAL, WATCHDOG_S, Check, CheckPlace, SkippedCheckError, block_imports
 
 PARTS = (
     *("environment", "correctness", "links", "memory", "kernels", "experts", "fp8"),
-    *("prediction", "throughput", "sanitizer"),
+    *("prediction", "throughput", "sanitizer", "rates", "fits", "endtoend"),
 )
 """Cheap and decisive ones first; a module of this package each."""
 UNFINISHED = 3
@@ -50,7 +52,7 @@ def run_part(
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     module = importlib.import_module(f"scripts.gpu_checks.{name}")
     for one in module.checks(place):
-        if one.name in done or (chosen and one.name not in chosen):
+        if one.name in done or (chosen and not {one.name, one.name.partition(" on [")[0]} & set(chosen)):
             continue
         record(results, {"part": name, "check": one.name, "status": "running", "limit_s": one.limit_s})
         faulthandler.dump_traceback_later(WATCHDOG_S, repeat=False)
@@ -99,6 +101,7 @@ def record(results: Path, line: Mapping[str, Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a parent that was killed cannot end this process
     block_imports(tuple(args.without))
     from roundpipe_cli.cli.output import quiet_libraries
 
