@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 Figures = dict[str, Any]
 # What is measured, by `kind`: cpu, or cuda with its sizes. Simulated cards have a processor's sizes.
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-REPEATS, EACH_S = 5, 0.06
+REPEATS, EACH_S, SLOW_S = 5, 0.06, 0.5
 PRODUCTS = {
     "cpu": ((128, 576, 16), (128, 576, 576), (256, 576, 1536), (512, 2048, 2048), (128, 576, 49152)),
     "cuda": ((2048, 2048, 128), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 14336)),
@@ -102,7 +102,8 @@ def seconds(backend: Backend, run: Callable[[], object]) -> float:
         backend.synchronize()
         return max(1e-9, backend.seconds_between(start, end) / count)
 
-    timed(1)  # kernels are chosen, memory is reserved
+    if (first_s := timed(1)) > SLOW_S:  # kernels are chosen, memory is reserved
+        return first_s
     count = max(1, min(10_000, int(EACH_S / timed(1))))
     return statistics.median(timed(count) for _ in range(REPEATS))
 
@@ -112,65 +113,67 @@ def _types(backend: Backend) -> list[str]:
     return [name for name in DTYPES if not (lacks and name == "bfloat16")]
 
 
+def curve(backend: Backend, cases: Iterator[tuple[float, float, Callable[[], object]]]) -> list[tuple[float, float]]:
+    """Rate by size, of (size, amount, call), up to the first call that is slow."""
+    rows: list[tuple[float, float]] = []
+    for size, amount, run in cases:
+        taken_s = seconds(backend, run)
+        rows.append((size, amount / taken_s))
+        if taken_s > SLOW_S:
+            break
+    return rows
+
+
 def products(backends: Sequence[Backend], kind: str) -> Figures:
     """FLOPs a second of matrix products, by type and size."""
 
-    def curve(backend: Backend, name: str) -> list[tuple[float, float]]:
-        rows = []
+    def cases(backend: Backend, name: str) -> Iterator[tuple[float, float, Callable[[], object]]]:
         for tokens, inner, columns in PRODUCTS[kind]:
             x, w = (torch.randn(n, inner, device=backend.device).to(DTYPES[name]) for n in (tokens, columns))
             flops = 2.0 * tokens * inner * columns
-            rows.append((flops, flops / seconds(backend, lambda x=x, w=w: torch.mm(x, w.t()))))
-        return rows
+            yield flops, flops, partial(torch.mm, x, w.t())
 
-    def work(backend: Backend) -> Figures:
-        return {"products": {name: curve(backend, name) for name in _types(backend)}}
+    def work(backend: Backend, names: dict[str, str]) -> Figures:
+        return {"products": {label: curve(backend, cases(backend, name)) for label, name in names.items()}}
 
-    found = of_all(backends, work)
+    found = of_all(backends, lambda backend: work(backend, {name: name for name in _types(backend)}))
     if backends[0].device.type != "cpu":
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
-        for figures, own in zip(found["workers"], of_all(backends, partial(_narrow, curve))["workers"], strict=True):
-            figures["products"] |= own
+        narrow = of_all(backends, partial(work, names={NARROW: "float16"}))
+        for figures, own in zip(found["workers"], narrow["workers"], strict=True):
+            figures["products"] |= own["products"]
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
     return found
-
-
-def _narrow(curve: Callable[[Backend, str], list[tuple[float, float]]], backend: Backend) -> Figures:
-    return {NARROW: curve(backend, "float16")}
 
 
 def attention(backends: Sequence[Backend], kind: str) -> Figures:
     """FLOPs a second of causal attention, forward and backward, by type and size."""
 
-    def curve(backend: Backend, name: str) -> list[tuple[float, float]]:
-        rows = []
+    def both(query: torch.Tensor) -> None:
+        found = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        torch.autograd.grad(found, query, query.detach())
+
+    def cases(backend: Backend, name: str) -> Iterator[tuple[float, float, Callable[[], object]]]:
         for heads, tokens, width in ATTENTION[kind]:
-            shape = 1, heads, tokens, width
-            query = torch.randn(shape, device=backend.device).to(DTYPES[name]).requires_grad_()
-            above = torch.ones_like(query)
-
-            def run(query: torch.Tensor = query, above: torch.Tensor = above) -> None:
-                found = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-                torch.autograd.grad(found, query, above)
-
+            query = torch.randn((1, heads, tokens, width), device=backend.device).to(DTYPES[name]).requires_grad_()
             flops = 2.0 * heads * width * tokens * tokens  # forward; backward has 2.5 times as many
-            rows.append((flops, 3.5 * flops / seconds(backend, run)))
-        return rows
+            yield flops, 3.5 * flops, partial(both, query)
 
-    return of_all(backends, lambda backend: {"attention": {name: curve(backend, name) for name in _types(backend)}})
+    def work(backend: Backend) -> Figures:
+        return {"attention": {name: curve(backend, cases(backend, name)) for name in _types(backend)}}
+
+    return of_all(backends, work)
 
 
 def memory(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second of an operator that reads two tensors and writes one, by size."""
 
-    def work(backend: Backend) -> Figures:
-        rows = []
+    def cases(backend: Backend) -> Iterator[tuple[float, float, Callable[[], object]]]:
         for count in ELEMENTS[kind]:
             a, b = (torch.ones(count, device=backend.device) for _ in "ab")
-            rows.append((12.0 * count, 12 * count / seconds(backend, lambda a=a, b=b: torch.mul(a, b))))
-        return {"memory": rows}
+            yield 12.0 * count, 12.0 * count, partial(torch.mul, a, b)
 
-    return of_all(backends, work)
+    return of_all(backends, lambda backend: {"memory": curve(backend, cases(backend))})
 
 
 def unpacking(backends: Sequence[Backend], kind: str) -> Figures:
@@ -278,6 +281,7 @@ def write_run(folder: Path, config: Any, dtype: str, *, rows: int, tokens: int, 
         **{"packing": False, "long_rows": "truncate", "gradient_accumulation_steps": rows},
         **{"max_steps": STEPS, "save_steps": STEPS, **keys},
     }
+    (folder / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
     return load_text(json.dumps(recipe), f"{folder}/recipe.yaml")
 
 

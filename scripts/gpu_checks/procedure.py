@@ -368,7 +368,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--part-limit-s", type=float, default=PART_LIMIT_S)
     add("--limit-s", type=float, default=ALL_LIMIT_S, help=f"of all parts; a check has {CHECK_LIMIT_S:.0f} s or more")
     add("--choose", nargs="+", default=[], metavar="CHECK", help="only these checks")
-    add("--trace", metavar="FILE", help="write a trace of a whole step, for ui.perfetto.dev (part throughput)")
+    add("--trace", metavar="FILE", default="gpu_check_trace.json", help="traces of whole steps, for ui.perfetto.dev")
     add("--sanitizer", action="store_true", help="under torch's stream sanitizer (TORCH_CUDA_SANITIZER); slow")
     add(
         "--memory-snapshot", metavar="FILE", help="what memory held when a check ran out of it (pytorch.org/memory_viz)"

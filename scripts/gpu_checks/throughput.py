@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import socket
 import statistics
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,29 +20,96 @@ from torch import nn
 
 from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
-from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check
-from scripts.gpu_checks.ways import Trial, engine_steps, make_trial, plain_copy, plain_seconds
+from roundpipe_cli.train.measure import STEPS, run_steps, write_run
+from scripts.gpu_checks.models import configuration
+from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, require
+from scripts.gpu_checks.ways import (
+    MANY_TOKENS,
+    MICROBATCHES,
+    TOKENS,
+    Trial,
+    engine_steps,
+    make_trial,
+    plain_copy,
+    plain_seconds,
+    speed_figures,
+)
 from tests.support.emulated import covered_s
 
 LIMIT_S = 240.0
+LOOPS = (
+    *("all-resident loop", "all-resident loop with updates", "all-resident loop without checkpointing"),
+    *("compiled loop without checkpointing", "FSDP2 with CPU offload"),
+)
 PUBLISHED = "roundpipe"
 """Name of the published package."""
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
-    if place.trace:
-        yield check("trace of a step", traced, place, limit_s=LIMIT_S)
     if place.is_quick:
         make = functools.partial(make_trial, place, "lora")
         yield check(f"lora, streamed, on {len(place.indices)}", engine, place, make, "streamed", limit_s=LIMIT_S)
         return
     for method in ("lora", "full"):
         trial = functools.cache(functools.partial(make_trial, place, method))
-        for way in ("streamed", "cached", "resident") if method == "lora" else ("streamed", "cached"):
+        yield check(f"trace, {method}", traced, place, method, limit_s=LIMIT_S)
+        ways = ("streamed", "cached", "resident") if method == "lora" else ("streamed", "cached")
+        for way in ways:
             yield check(f"{method}, {way}", engine, place, trial, way, limit_s=LIMIT_S)
-        for way in ("all-resident loop", "FSDP2 with CPU offload"):
+        for way in LOOPS:
             yield check(f"{method}, {way}", loop, place, trial, way, limit_s=LIMIT_S)
+        tokens = MANY_TOKENS[place.scale]
+        longer = functools.cache(functools.partial(make_trial, place, method, tokens))
+        for way in (*ways, LOOPS[0]):
+            function = loop if way in LOOPS else engine
+            yield check(f"{method}, {way}, {tokens} tokens", function, place, longer, way, limit_s=LIMIT_S)
+        for way in ("finetune", "TRL's trainer"):
+            yield check(f"{method}, {way}, with updates", whole_run, place, method, way, limit_s=LIMIT_S)
     yield check("published package", published, place)
+
+
+def whole_run(place: CheckPlace, method: str, way: str) -> Figures:
+    """Wall time of a step, updates included, of a run as a user starts it, from a model's files."""
+    if way == "TRL's trainer":
+        require("trl")
+    tokens, rows = TOKENS[place.scale], MICROBATCHES
+    dtype = "bfloat16" if place.scale == "full" else "float32"
+    devices = [f"cuda:{index}" for index in place.indices]
+    keys = {"rows": rows, "tokens": tokens, "method": method, "pipeline": {"devices": devices}}
+    with tempfile.TemporaryDirectory() as folder, place.devices():
+        loaded = write_run(Path(folder), configuration(speed_figures(place)), dtype, **keys)
+        step_s = statistics.median(
+            run_steps(loaded) if way == "finetune" else trainer_steps(Path(folder), place, method, dtype)
+        )
+    return {"tokens_per_s": rows * tokens / step_s, "step_s": step_s, "peak_bytes": 0}
+
+
+def trainer_steps(folder: Path, place: CheckPlace, method: str, dtype: str) -> list[float]:
+    """Seconds of the steps of TRL's trainer, with its own defaults apart from rows, tokens and method."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    ends: list[float] = []
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: object, **__: object) -> None:
+            if not place.is_simulated:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    tokens, is_cpu = TOKENS[place.scale], place.is_simulated
+    arguments = SFTConfig(
+        output_dir=str(folder / "trl"), max_steps=1 + STEPS, per_device_train_batch_size=1, max_length=tokens,
+        gradient_accumulation_steps=MICROBATCHES, report_to=[], save_strategy="no", use_cpu=is_cpu,
+        bf16=dtype == "bfloat16", model_init_kwargs={"dtype": dtype}, disable_tqdm=True,
+    )  # fmt: skip
+    lora = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    rows = Dataset.from_list([{"text": "one word " * tokens}] * 16 * MICROBATCHES)
+    config = lora if method == "lora" else None
+    SFTTrainer(str(folder / "model"), arguments, train_dataset=rows, peft_config=config, callbacks=[Ends()]).train()
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def engine(place: CheckPlace, make: Any, way: str) -> Figures:
@@ -65,16 +135,16 @@ def engine(place: CheckPlace, make: Any, way: str) -> Figures:
     }
 
 
-def traced(place: CheckPlace) -> Figures:
+def traced(place: CheckPlace, method: str) -> Figures:
     """A step of the engine in torch's profiler, written as a file that ui.perfetto.dev shows."""
     from torch.profiler import ProfilerActivity, profile
 
-    trial = make_trial(place, "lora")
+    trial, path = make_trial(place, method), place.trace.replace(".json", f".{method}.json")
     activities = [ProfilerActivity.CPU] if place.is_simulated else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with place.devices(), profile(activities=activities) as profiler:
         engine_steps(place, trial, "streamed", count=1)
-    profiler.export_chrome_trace(place.trace)
-    return {"trace": place.trace, "bytes": Path(place.trace).stat().st_size}
+    profiler.export_chrome_trace(path)
+    return {"trace": Path(path).name, "bytes": Path(path).stat().st_size}
 
 
 def loop(place: CheckPlace, make: Any, way: str) -> Figures:
@@ -83,8 +153,10 @@ def loop(place: CheckPlace, make: Any, way: str) -> Figures:
     device = torch.device("cpu") if place.is_simulated else torch.device("cuda", place.first)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    if way == "all-resident loop":
-        seconds = plain_seconds(plain_copy(trial.model, device), trial.microbatches, device, place.scale)
+    if way in LOOPS[:-1]:
+        plain = plain_copy(trial.model, device, checkpoints=way in (LOOPS[0], LOOPS[1]))
+        plain = torch.compile(plain) if way == LOOPS[3] else plain
+        seconds = plain_seconds(plain, trial.microbatches, device, place.scale, updates=way == LOOPS[1])
     else:
         with process_group(device):
             plain = offloaded(plain_copy(trial.model, "cpu"), trial, device)

@@ -28,6 +28,7 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.train.prepare.devices import make_backends
 from scripts.gpu_checks.models import SPEED_MODEL, BuiltModel, build, random_rows, shipped, tiny
 from scripts.gpu_checks.place import WATCHDOG_S, CheckPlace
 
@@ -36,6 +37,7 @@ EVERYTHING = 1 << 62
 WARM_UP = 2
 NUM_STEPS = {"tiny": 1, "full": 5}
 TOKENS = {"tiny": 16, "full": 2048}
+MANY_TOKENS = {"tiny": 32, "full": 8192}
 MICROBATCHES = 8
 
 
@@ -54,10 +56,10 @@ class Trial:
         return sum(one.input_ids.numel() for one in self.microbatches)
 
 
-def make_trial(place: CheckPlace, method: str) -> Trial:
-    """The model of the speed checks, for one worker."""
-    figures = shipped(SPEED_MODEL) if place.scale == "full" else tiny("llama")
-    tokens = TOKENS[place.scale]
+def make_trial(place: CheckPlace, method: str, tokens: int = 0) -> Trial:
+    """The model of the speed checks, for one worker; `tokens` of a microbatch, 0: as the scale says."""
+    figures = speed_figures(place)
+    tokens = tokens or TOKENS[place.scale]
     architecture = parse_config(figures, name=SPEED_MODEL, source="gpu_check")
     count = max(MICROBATCHES, 2 * len(place.indices)) if place.is_quick else MICROBATCHES
     settings = TrainingSettings(tokens, num_microbatches=count, method=method, lora_r=16)  # type: ignore[arg-type]
@@ -65,6 +67,10 @@ def make_trial(place: CheckPlace, method: str) -> Trial:
     rows = random_rows(count, tokens, figures["vocab_size"])
     model = build(figures, method)
     return Trial(model, rows, method, hardware, analytic_costs(architecture, settings, hardware))
+
+
+def speed_figures(place: CheckPlace) -> dict[str, Any]:
+    return shipped(SPEED_MODEL) if place.scale == "full" else tiny("llama")
 
 
 def machine_of(place: CheckPlace) -> Hardware:
@@ -92,8 +98,9 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str, count: int | None = 
     indices = place.indices if place.is_quick else (place.first,)
     num_workers, dealing = len(indices), Options()
     cut: Any = cut_of(trial, cache, num_workers)
-    if way == "resident":  # each microbatch on one of two workers, nothing recomputed that fits
-        indices, num_workers, dealing = (place.first, place.first), 2, DEALING
+    if way == "resident":  # each microbatch on one worker, nothing recomputed that fits
+        indices, dealing = place.indices, DEALING
+        num_workers = len(indices)
         cut = resident_cut(with_cached_weights(trial.analytic.costs, EVERYTHING, 2), num_workers, lambda found: True)
         assert cut is not None
     schedule = build_schedule(
@@ -104,7 +111,7 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str, count: int | None = 
         rounds=Rounds(len(trial.microbatches), per_round=cut.microbatches_per_round, options=dealing),
         costs=trial.analytic.costs,
     )
-    backends = [cuda.CudaBackend(index) for index in indices]
+    backends = make_backends([f"cuda:{index}" for index in indices], 1)
     model, options = (
         trial.model,
         EngineOptions(weight_cache_bytes=cache, watchdog_s=WATCHDOG_S, fused=trial.model.fused),
@@ -122,8 +129,8 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str, count: int | None = 
             cuda.unregister_host_buffer(buffer)
 
 
-def plain_copy(model: BuiltModel, device: torch.device | str) -> nn.Module:
-    """An ordinary module with the same weights on one device, gradient checkpointing on."""
+def plain_copy(model: BuiltModel, device: torch.device | str, *, checkpoints: bool = True) -> nn.Module:
+    """An ordinary module with the same weights on one device, with gradient checkpointing or without."""
     plain = copy.deepcopy(model.skeleton)
     names = {id(parameter): name for name, parameter in plain.named_parameters()}
     real: dict[str, nn.Parameter] = {}
@@ -139,19 +146,29 @@ def plain_copy(model: BuiltModel, device: torch.device | str) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     plain.train()
-    plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    if checkpoints:
+        plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return plain
 
 
-def plain_seconds(plain: nn.Module, rows: Sequence[Microbatch], device: torch.device | str, scale: str) -> float:
-    """Median seconds of forward and backward of all microbatches; no update, as in the engine's steps."""
+def plain_seconds(
+    plain: nn.Module, rows: Sequence[Microbatch], device: torch.device | str, scale: str, *, updates: bool = False
+) -> float:
+    """Median seconds of forward and backward of all microbatches, and of an update by torch's fused AdamW.
+
+    Args:
+        updates: without one, as in the engine's steps, unless this is true.
+    """
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True) if updates else None
 
     def step() -> None:
         for microbatch in rows:
             ids = microbatch.input_ids.to(device)
             logits = plain(input_ids=ids, use_cache=False).logits
             nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).backward()
+        if optimizer is not None:
+            optimizer.step()
         for parameter in trained:
             parameter.grad = None
 

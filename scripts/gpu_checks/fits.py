@@ -1,0 +1,66 @@
+"""What `plan` calls FITS on cards of 8, 12 and 24 GiB: whole runs in so much of this card's memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train.measure import run_steps, write_run
+from roundpipe_cli.units import GIB
+from scripts.gpu_checks.models import FAMILIES, configuration, shipped, tiny
+from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, require
+
+SIZES_GIB = (8, 12, 24)
+FORMS: dict[str, dict[str, Any]] = {
+    "chunks": {"pipeline": {"sequence_chunks": 4}, "mlp_chunk_tokens": 1024},
+    "experts": {},
+    "4 bit": {"load_in_4bit": True},
+    "DPO": {"objective": "dpo"},
+    "full": {"method": "full"},
+}
+TOKENS, ROWS, BLOCKS = {"tiny": 64, "full": 8192}, 8, 4
+
+
+def checks(place: CheckPlace) -> Iterator[Check]:
+    for form in FORMS:
+        for gib in SIZES_GIB:
+            yield check(f"{form}, {gib} GiB", fits, place, form, gib)
+
+
+def fits(place: CheckPlace, form: str, gib: int) -> Figures:
+    """A run of as many tokens a microbatch as `plan` lets fit, with the memory of such a card."""
+    if form == "4 bit":
+        require("bitsandbytes")
+    family = "qwen3_moe" if form == "experts" else "llama"
+    figures = shipped(FAMILIES[family], num_hidden_layers=BLOCKS) if place.scale == "full" else tiny(family)
+    keys = {"max_steps": 3, "save_steps": 3, **FORMS[form]}
+    keys["pipeline"] = {"devices": [f"cuda:{place.first}"], **keys.get("pipeline", {})}
+    if form not in ("chunks", "DPO"):
+        keys["micro_batch_tokens"] = "auto"
+    dtype = "bfloat16" if place.scale == "full" else "float32"
+    with tempfile.TemporaryDirectory() as folder, place.devices():
+        loaded = write_run(Path(folder), configuration(figures), dtype, rows=ROWS, tokens=TOKENS[place.scale], **keys)
+        if form == "DPO":
+            pair = '{"prompt": "one", "chosen": "word ' + "one " * TOKENS[place.scale] + '", "rejected": "word"}\n'
+            (Path(folder) / "rows.jsonl").write_text(pair * ROWS, encoding="utf-8")
+            text = (Path(folder) / "recipe.json").read_text(encoding="utf-8").replace('"text"', '"preference"')
+            loaded = load_text(text, f"{folder}/recipe.yaml")
+        answer = make_plan(loaded, f"1xcustom:memory_gib={gib}:acc32_tflops=100,host_memory_gib=512")
+        if not answer.verdict.fits:
+            raise SkippedCheckError(f"plan: {answer.verdict.reasons[0]}")
+        whole, budget = torch.cuda.get_device_properties(place.first).total_memory, answer.question.loaded.recipe
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / whole), place.first)
+        try:
+            run_steps(load_text((Path(folder) / "recipe.json").read_text(encoding="utf-8"), f"{folder}/recipe.yaml",
+                                [f"micro_batch_tokens={budget.micro_batch_tokens or 'null'}"]
+                                if "micro_batch_tokens" in keys else []))  # fmt: skip
+            peak = torch.cuda.max_memory_reserved(place.first)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, place.first)
+    return {"planned_bytes": answer.verdict.device.total_bytes, "reserved_bytes": peak}
