@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from scripts.gpu_checks import correctness, environment, figures, links, procedure, throughput
-from scripts.gpu_checks.part import run_part
+from scripts.gpu_checks.part import PARTS, run_part
 from scripts.gpu_checks.place import OPTIONAL, CheckPlace
 from scripts.gpu_checks.procedure import ROOT, CheckDocument, run_one, summary
 
@@ -51,6 +54,72 @@ def test_a_check_that_hangs_or_dies_costs_only_itself(tmp_path: Path, monkeypatc
     assert "hangs_here" in written[1]["stacks"] and "no result after 0 s" in written[1]["reason"]
     assert "-11" in written[2]["reason"] and written[3]["figures"] == {"answer": 7}
     assert summary(document) == 1
+
+
+def test_a_second_call_makes_again_what_did_not_pass_and_drops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: a second call with the same file began anew, and lost the results of the first."""
+    asked: list[Sequence[str]] = []
+
+    def words(part: str, args: argparse.Namespace, results: Path, done: Sequence[str]) -> list[str]:
+        asked.append([*done])
+        return [sys.executable, "-S", "-c", CHILD, str(results), *done, "hangs"]
+
+    monkeypatch.setattr(procedure, "child_words", words)
+    counts = []
+    for code in ("one", "one", "other"):
+        document = CheckDocument(tmp_path / "all.json", "GPU", code=code)
+        document.take_up()
+        first = len(asked)
+        folder = tmp_path / f"{first}"
+        folder.mkdir()
+        run_one("links", argparse.Namespace(), folder, document, end_s=1e18)
+        counts.append((asked[first], len(json.loads(document.path.read_text())["parts"]["links"])))
+    assert counts == [([], 3), (["good", "last"], 4), ([], 7)], "another code makes all again"
+    with pytest.raises(ValueError, match="no results of simulated devices"):
+        CheckDocument(tmp_path / "all.json", "simulated").take_up()
+
+
+def test_a_signal_ends_the_child_too_and_the_next_call_continues(tmp_path: Path) -> None:
+    """Story: a parent that was stopped left its child behind, which held the card."""
+    path = tmp_path / "all.json"
+    command = [sys.executable, "scripts/gpu_check", "--device", "simulated", "--json", str(path)]
+    command += ["--only", "correctness", "--choose", "lora", "fp8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def passed() -> list[str]:
+        outcomes = json.loads(path.read_text())["parts"].get("correctness", []) if path.exists() else []
+        return [one["check"] for one in outcomes if one["status"] == "ok"]
+
+    parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    end_s = time.monotonic() + 240
+    while not passed():
+        assert parent.poll() is None and time.monotonic() < end_s, "no check passed"
+        time.sleep(0.05)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.terminate()
+    assert parent.wait(timeout=30) == 128 + signal.SIGTERM
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children), "a process is left"
+    before = passed()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert f"not again, passed before: {', '.join(before)}" in done.stdout
+    assert passed()[: len(before)] == before and len(passed()) == len(set(passed())) == 4, "each once, none lost"
+
+
+def test_plans_of_minutes_end_in_their_time() -> None:
+    """By their own limits; each names checks that there are."""
+    total_s = procedure.END_S
+    for minutes, stages in procedure.PLANS.items():
+        total_s += sum(stage.limit_s for stage in stages)
+        assert total_s <= 60 * minutes, minutes
+    place = CheckPlace(True, (0, 1), "tiny")
+    chosen = [(stage.part, name) for stages in procedure.PLANS.values() for stage in stages for name in stage.chosen]
+    parts = {stage.part for stages in procedure.PLANS.values() for stage in stages}
+    assert chosen and parts <= set(PARTS)
+    names = {part: [one.name for one in import_module(f"scripts.gpu_checks.{part}").checks(place)] for part in parts}
+    assert [(part, name) for part, name in chosen
+            if not any(one.partition(" on [")[0] == name for one in names[part])] == []  # fmt: skip
 
 
 def test_quick_is_few_checks_on_all_cards_within_ten_minutes() -> None:

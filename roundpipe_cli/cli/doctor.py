@@ -65,7 +65,7 @@ def doctor(
 
 def measure_here(file: Path | None, *, as_json: bool) -> None:
     """Measure this machine for `plan`; `file`: for a copy that may be sent."""
-    from roundpipe_cli.costs.measured import own_path, read_measurement, write_measurement
+    from roundpipe_cli.costs.measurement import own_path, read_measurement, write_measurement
     from roundpipe_cli.train.measure import measure_machine
 
     say("measuring this machine, about 5 minutes: nothing else should run ...")

@@ -95,7 +95,7 @@ def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfi
     """The planner's question on the GPUs that `plan` uses, with a notice of those left out; None where `plan` has no
     figures for the model."""
     from roundpipe_cli.costs.machine import NOT_USED
-    from roundpipe_cli.costs.measured import MEASURED_ON
+    from roundpipe_cli.costs.measurement import MEASURED_ON
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.planning.run_plan import leave_small_cards
 

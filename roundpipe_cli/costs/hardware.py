@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
-from roundpipe_cli.costs.measured import Curve, MeasuredRates, Measurement, at, read_measurement, sent_measurements
+from roundpipe_cli.costs.measurement import Curve, MeasuredRates, Measurement, at, read_measurement, sent_measurements
 from roundpipe_cli.costs.settings import DType
 from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.regular_files import named_path
@@ -214,8 +214,9 @@ def measured_devices(measurement: Measurement) -> list[Device]:
     """The devices of a machine that was measured."""
     devices = []
     for worker in measurement.workers:
-        types, figures = {name for name, _ in worker.rates.products}, catalogue()[find_gpu(worker.device) or "rtx-3090"]
-        device = replace(gpu_device(worker.device, figures), memory_bytes=worker.memory_bytes)
+        types, known = {name for name, _ in worker.rates.products}, find_gpu(worker.device)
+        device = gpu_device(known or worker.device, catalogue()[known or "rtx-3090"])
+        device = replace(device, memory_bytes=worker.memory_bytes)
         device = replace(device, is_cpu=worker.device == "cpu", has_bfloat16="bfloat16" in types)
         devices += [measured] if (measured := with_measured(device, measurement)) else []
     return devices

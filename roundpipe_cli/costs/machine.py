@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from roundpipe_cli.costs.hardware import Device, Hardware, part_of, with_measured
-from roundpipe_cli.costs.measured import MEASURE, own_path, read_measurement
+from roundpipe_cli.costs.measurement import MEASURE, own_path, read_measurement
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB, format_bytes
 

@@ -31,7 +31,7 @@ from roundpipe_cli.cache import CACHE_VARIABLE
 from roundpipe_cli.choices import OPTIMIZERS, PACKED_FORMATS
 from roundpipe_cli.costs.hardware import NARROW, parse_hardware
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
-from roundpipe_cli.costs.measured import write_measurement
+from roundpipe_cli.costs.measurement import write_measurement
 from roundpipe_cli.costs.nvidia_smi import driver_version
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend, set_own_threads
@@ -69,7 +69,7 @@ MODEL = {
     "cpu": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
     "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
-STEP = {"cpu": ("float32", 128), "cuda": ("bfloat16", 2048)}
+STEP = {"cpu": ("float32", 256), "cuda": ("bfloat16", 2048)}
 """Type and tokens of the small run."""
 STEPS, COUNTED_STEPS, BLOCKS, PER_WORKER, VOCABULARY = 9, 5, 6, 4, 8192
 PART_LIMIT_S = 150.0

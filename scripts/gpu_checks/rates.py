@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from roundpipe_cli.costs.measured import read_measurement, write_measurement
+from roundpipe_cli.costs.measurement import read_measurement, write_measurement
 from roundpipe_cli.train import measure
 from roundpipe_cli.train.prepare.devices import make_backends
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check

@@ -18,6 +18,7 @@ from typing import Any
 from roundpipe_cli.cache import cache_folder, sealed, unsealed
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import write_atomically
+from roundpipe_cli.regular_files import read_json_of_ours
 
 KIND, FORMAT = "measurement by roundpipe doctor --measure", 1
 """The number is raised when figures get another meaning."""
@@ -82,10 +83,9 @@ class Measurement:
     def label(self) -> str:
         """`2 x RTX 3090, 2026-11-28`."""
         names = Counter(worker.device.replace("NVIDIA ", "").replace("GeForce ", "") for worker in self.workers)
-        named = {
-            name: f"CPU workers ({self.processor}, {self.cores} cores)" if name == "cpu" else name for name in names
-        }
-        return f"{' + '.join(f'{count} x {named[name]}' for name, count in names.items())}, {self.date}"
+        cpus = f"CPU workers ({self.processor}, {self.cores} cores)"
+        listed = [f"{count} {cpus}" if name == "cpu" else f"{count} x {name}" for name, count in names.items()]
+        return f"{' + '.join(listed)}, {self.date}"
 
     @property
     def note(self) -> str:
@@ -115,7 +115,9 @@ def read_measurement(path: Path) -> Measurement:
         return RefusedError(what, where=str(path), found=str(found), expected=f"a file of {MEASURE}", hint=hint)
 
     try:
-        content = unsealed(path, MAX_BYTES)
+        raw, content = read_json_of_ours(path, MAX_BYTES), None
+        if isinstance(raw, dict) and "sha256" in raw:
+            content = unsealed(path, MAX_BYTES)
     except FileNotFoundError:
         raise refused("there is no such measurement", "nothing", f"{MEASURE} FILE writes one") from None
     except (OSError, ValueError) as error:
