@@ -184,7 +184,7 @@ def plan(
         typer.Argument(metavar="KEY=VALUE", help="key=value in place of the recipe's, such as lora.r=32."),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="Another machine: 8x4090,host_memory_gib=256 or 4x3090+2x4060ti.")
+        str | None, typer.Option(help="A machine: 8x4090,host_memory_gib=256, here, or a file of doctor --measure.")
     ] = None,
     solve: Annotated[bool, typer.Option("--solve", help="Also say what would fit, and the cheapest changes.")] = False,
     compare: Annotated[

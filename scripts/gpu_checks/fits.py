@@ -16,20 +16,20 @@ from roundpipe_cli.units import GIB
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped, tiny
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, require
 
-SIZES_GIB = (8, 12, 24)
-FORMS: dict[str, dict[str, Any]] = {
-    "chunks": {"pipeline": {"sequence_chunks": 4}, "mlp_chunk_tokens": 1024},
-    "experts": {},
-    "4 bit": {"load_in_4bit": True},
-    "DPO": {"objective": "dpo"},
-    "full": {"method": "full"},
+FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "chunks": ({"pipeline": {"sequence_chunks": 4}, "mlp_chunk_tokens": 1024}, (8, 24)),
+    "experts": ({}, (12, 24)),
+    "4 bit": ({"load_in_4bit": True}, (8, 12)),
+    "DPO": ({"objective": "dpo"}, (12, 24)),
+    "full": ({"method": "full"}, (24,)),
 }
+"""Keys of the recipe, and GiB of the cards."""
 TOKENS, ROWS, BLOCKS = {"tiny": 64, "full": 8192}, 8, 4
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
-    for form in FORMS:
-        for gib in SIZES_GIB:
+    for form, (_, sizes) in FORMS.items():
+        for gib in sizes:
             yield check(f"{form}, {gib} GiB", fits, place, form, gib)
 
 
@@ -39,7 +39,7 @@ def fits(place: CheckPlace, form: str, gib: int) -> Figures:
         require("bitsandbytes")
     family = "qwen3_moe" if form == "experts" else "llama"
     figures = shipped(FAMILIES[family], num_hidden_layers=BLOCKS) if place.scale == "full" else tiny(family)
-    keys = {"max_steps": 3, "save_steps": 3, **FORMS[form]}
+    keys = {"max_steps": 3, "save_steps": 3, **FORMS[form][0]}
     keys["pipeline"] = {"devices": [f"cuda:{place.first}"], **keys.get("pipeline", {})}
     if form not in ("chunks", "DPO"):
         keys["micro_batch_tokens"] = "auto"
