@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
-from roundpipe_cli.costs.measurement import Curve, MeasuredRates, Measurement, at, read_measurement, sent_measurements
+from roundpipe_cli.costs.measurement import (
+    MeasuredRates,
+    Measurement,
+    RateCurve,
+    at,
+    read_measurement,
+    sent_measurements,
+)
 from roundpipe_cli.costs.settings import DType
 from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.regular_files import named_path
@@ -524,8 +531,8 @@ class Rates:
     products: float
     attention: float
     memory: float
-    shares: tuple[Curve, Curve, Curve] | None = None
-    """Of the three rates by size, where they were measured."""
+    shares: tuple[RateCurve, RateCurve, RateCurve] | None = None
+    """Shares of the three rates by size, where they were measured."""
     has_tiles: bool = True
     """Whether parts of tiles that are empty take time, as on GPUs."""
 

@@ -27,7 +27,7 @@ MEASURED_ON = "measured on "
 """How a note on a measurement begins."""
 SENT = Path(__file__).parent / "measured"
 MEASURE = "roundpipe doctor --measure"
-Curve = tuple[tuple[float, float], ...]
+RateCurve = tuple[tuple[float, float], ...]
 """(size, rate) with rising sizes."""
 
 
@@ -35,12 +35,12 @@ Curve = tuple[tuple[float, float], ...]
 class MeasuredRates:
     """One worker's rates while all workers are busy; floating-point operations and bytes per second."""
 
-    products: tuple[tuple[str, Curve], ...]
+    products: tuple[tuple[str, RateCurve], ...]
     """By type; `float16 in 16 bit` adds up in float16. Size: operations of a product."""
-    attention: tuple[tuple[str, Curve], ...]
+    attention: tuple[tuple[str, RateCurve], ...]
     """Forward and backward together. Size: operations."""
-    memory: Curve
-    """Of operators that read and write each element once. Size: their bytes."""
+    memory: RateCurve
+    """Rate of operators that read and write each element once. Size: their bytes."""
     unpacking: tuple[tuple[str, float], ...]
     """Weights per second, by packed form."""
     link_bytes_per_s: float
@@ -48,7 +48,7 @@ class MeasuredRates:
     time_factor: float
     """Measured time of a small run, of its time by the other rates."""
     launches_per_s: tuple[tuple[int, float], ...]
-    """Of all workers together, by their number."""
+    """Launches of all workers together, by their number."""
 
     def part(self, share: float) -> MeasuredRates:
         """A share of the device, as one of several workers has it."""
@@ -94,7 +94,7 @@ class Measurement:
         return f"{MEASURED_ON}{self.label} ({driver}torch {self.torch}): rates of devices, links and host"
 
 
-def at(curve: Curve, size: float) -> float:
+def at(curve: RateCurve, size: float) -> float:
     """The rate at a size: between two measured ones by the size's logarithm, beyond them that of the nearest."""
     if size <= curve[0][0]:
         return curve[0][1]
@@ -163,7 +163,7 @@ def _rate(value: Any) -> float:
     return float(value)
 
 
-def _curve(rows: Any) -> Curve:
+def _curve(rows: Any) -> RateCurve:
     curve = tuple((_rate(size), _rate(rate)) for size, rate in rows)
     if not curve or any(one[0] >= other[0] for one, other in pairwise(curve)):
         raise ValueError("sizes do not rise")
@@ -181,11 +181,11 @@ def write_measurement(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def own_path() -> Path:
-    """This machine's own measurement; there may be none."""
+    """The place of this machine's own measurement; there may be none."""
     return cache_folder("measured") / "machine.json"
 
 
 @lru_cache(maxsize=1)
 def sent_measurements() -> tuple[Measurement, ...]:
-    """Those that people sent, the newest first."""
+    """Measurements that people sent, the newest first."""
     return tuple(sorted(map(read_measurement, SENT.glob("*.json")), key=lambda one: one.date, reverse=True))

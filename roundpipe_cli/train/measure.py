@@ -8,8 +8,10 @@ itself; `roundpipe doctor --measure` and `scripts/gpu_check` run them all. Worke
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +37,13 @@ from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.costs.measurement import write_measurement
 from roundpipe_cli.costs.nvidia_smi import driver_version
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.backends.base import Backend, set_own_threads
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import StepFinished
+from roundpipe_cli.limited import PR_SET_PDEATHSIG
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, import_bitsandbytes, packed_bytes, quantize
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import LoadedRecipe, load_text
@@ -71,8 +76,8 @@ MODEL = {
 }
 STEP = {"cpu": ("float32", 256), "cuda": ("bfloat16", 2048)}
 """Type and tokens of the small run."""
-STEPS, COUNTED_STEPS, BLOCKS, PER_WORKER, VOCABULARY = 9, 5, 6, 4, 8192
-PART_LIMIT_S = 150.0
+STEPS, COUNTED_STEPS, BLOCKS, PER_WORKER, VOCABULARY = 8, 4, 4, 4, 8192
+PART_LIMIT_S = 300.0
 
 
 def kind_of(names: Sequence[str]) -> str:
@@ -80,7 +85,7 @@ def kind_of(names: Sequence[str]) -> str:
     return names[0].partition(":")[0]
 
 
-def of_all(backends: Sequence[Backend], work: Callable[[Backend], Figures]) -> Figures:
+def _of_all(backends: Sequence[Backend], work: Callable[[Backend], Figures]) -> Figures:
     """Figures of all workers, which are at work at the same time."""
 
     def one(backend: Backend) -> Figures:
@@ -91,7 +96,7 @@ def of_all(backends: Sequence[Backend], work: Callable[[Backend], Figures]) -> F
         return {"workers": list(pool.map(one, backends))}
 
 
-def seconds(backend: Backend, run: Callable[[], object]) -> float:
+def _seconds(backend: Backend, run: Callable[[], object]) -> float:
     """Median time of a call."""
 
     def timed(count: int) -> float:
@@ -113,18 +118,18 @@ def _types(backend: Backend) -> list[str]:
     return [name for name in DTYPES if not (lacks and name == "bfloat16")]
 
 
-def curve(backend: Backend, cases: Iterator[tuple[float, float, Callable[[], object]]]) -> list[tuple[float, float]]:
+def _curve(backend: Backend, cases: Iterator[tuple[float, float, Callable[[], object]]]) -> list[tuple[float, float]]:
     """Rate by size, of (size, amount, call), up to the first call that is slow."""
     rows: list[tuple[float, float]] = []
     for size, amount, run in cases:
-        taken_s = seconds(backend, run)
+        taken_s = _seconds(backend, run)
         rows.append((size, amount / taken_s))
         if taken_s > SLOW_S:
             break
     return rows
 
 
-def products(backends: Sequence[Backend], kind: str) -> Figures:
+def _products(backends: Sequence[Backend], kind: str) -> Figures:
     """FLOPs a second of matrix products, by type and size."""
 
     def cases(backend: Backend, name: str) -> Iterator[tuple[float, float, Callable[[], object]]]:
@@ -134,19 +139,19 @@ def products(backends: Sequence[Backend], kind: str) -> Figures:
             yield flops, flops, partial(torch.mm, x, w.t())
 
     def work(backend: Backend, names: dict[str, str]) -> Figures:
-        return {"products": {label: curve(backend, cases(backend, name)) for label, name in names.items()}}
+        return {"products": {label: _curve(backend, cases(backend, name)) for label, name in names.items()}}
 
-    found = of_all(backends, lambda backend: work(backend, {name: name for name in _types(backend)}))
+    found = _of_all(backends, lambda backend: work(backend, {name: name for name in _types(backend)}))
     if backends[0].device.type != "cpu":
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
-        narrow = of_all(backends, partial(work, names={NARROW: "float16"}))
+        narrow = _of_all(backends, partial(work, names={NARROW: "float16"}))
         for figures, own in zip(found["workers"], narrow["workers"], strict=True):
             figures["products"] |= own["products"]
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
     return found
 
 
-def attention(backends: Sequence[Backend], kind: str) -> Figures:
+def _attention(backends: Sequence[Backend], kind: str) -> Figures:
     """FLOPs a second of causal attention, forward and backward, by type and size."""
 
     def both(query: torch.Tensor) -> None:
@@ -160,12 +165,12 @@ def attention(backends: Sequence[Backend], kind: str) -> Figures:
             yield flops, 3.5 * flops, partial(both, query)
 
     def work(backend: Backend) -> Figures:
-        return {"attention": {name: curve(backend, cases(backend, name)) for name in _types(backend)}}
+        return {"attention": {name: _curve(backend, cases(backend, name)) for name in _types(backend)}}
 
-    return of_all(backends, work)
+    return _of_all(backends, work)
 
 
-def memory(backends: Sequence[Backend], kind: str) -> Figures:
+def _memory(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second of an operator that reads two tensors and writes one, by size."""
 
     def cases(backend: Backend) -> Iterator[tuple[float, float, Callable[[], object]]]:
@@ -173,49 +178,38 @@ def memory(backends: Sequence[Backend], kind: str) -> Figures:
             a, b = (torch.ones(count, device=backend.device) for _ in "ab")
             yield 12.0 * count, 12.0 * count, partial(torch.mul, a, b)
 
-    return of_all(backends, lambda backend: {"memory": curve(backend, cases(backend))})
+    return _of_all(backends, lambda backend: {"memory": _curve(backend, cases(backend))})
 
 
-def unpacking(backends: Sequence[Backend], kind: str) -> Figures:
+def _unpacking(backends: Sequence[Backend], kind: str) -> Figures:
     """Weights a second, for each packed form whose library is installed."""
-
-    has_library = import_bitsandbytes() is not None
+    has_library, shape = import_bitsandbytes() is not None, torch.Size(PACKED_SHAPE[kind])
 
     def work(backend: Backend) -> Figures:
         rates = {}
-        shape = torch.Size(PACKED_SHAPE[kind])
-        for name, form in PACKED_FORMATS.items():
-            if form.needs_bitsandbytes and not has_library:
-                continue
+        for name in [name for name, form in PACKED_FORMATS.items() if has_library or not form.needs_bitsandbytes]:
             packed = torch.zeros(packed_bytes(shape, name), dtype=torch.uint8)
             quantize(torch.randn(shape), packed, name)
             weight = PackedParameter.of(packed.to(backend.device), shape, DTYPES[_types(backend)[1]], name)
-            rates[name] = shape.numel() / seconds(backend, weight.dequantized)
+            rates[name] = shape.numel() / _seconds(backend, weight.dequantized)
         return {"unpacking": rates}
 
-    return of_all(backends, work)
+    return _of_all(backends, work)
 
 
-def links(backends: Sequence[Backend], kind: str) -> Figures:
+def _links(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second, up, down and both at once, of all links together."""
-    speeds = measure_links(backends, LINK_BYTES[kind])
-    names = ("up_bytes_per_s", "down_bytes_per_s", "both_bytes_per_s")
-    return {"workers": [{name: getattr(speed, name) for name in names} for speed in speeds]}
+    return {"workers": [asdict(speed) for speed in measure_links(backends, LINK_BYTES[kind])]}
 
 
-def host(backends: Sequence[Backend], kind: str) -> Figures:
+def _host(backends: Sequence[Backend], kind: str) -> Figures:
     """Bytes a second of the host's memory: AdamW, and additions of gradients."""
     num_threads = updater_threads([str(backend.device) for backend in backends])
-    update_s = measured_update_s(ADDED_ELEMENTS, num_threads)
-    set_own_threads(num_threads)
-    total, gradient = torch.zeros(ADDED_ELEMENTS), torch.ones(ADDED_ELEMENTS)
-    taken = []
-    for _ in range(REPEATS):
-        start_s = time.perf_counter()
-        total.add_(gradient)
-        taken.append(time.perf_counter() - start_s)
-    adding = 12 * ADDED_ELEMENTS / statistics.median(taken)
-    return {"host": {"update_bytes_per_s": OPTIMIZERS["adamw"].update_bytes / update_s, "adding_bytes_per_s": adding}}
+    updating = OPTIMIZERS["adamw"].update_bytes / measured_update_s(ADDED_ELEMENTS, num_threads)
+    total, gradient, processor = torch.zeros(ADDED_ELEMENTS), torch.ones(ADDED_ELEMENTS), CpuBackend(num_threads)
+    with processor.worker_thread():
+        adding = 12 * ADDED_ELEMENTS / _seconds(processor, partial(total.add_, gradient))
+    return {"host": {"update_bytes_per_s": updating, "adding_bytes_per_s": adding}}
 
 
 class _Launches(TorchDispatchMode):
@@ -228,7 +222,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(backends: Sequence[Backend], kind: str) -> Figures:
+def _launches(backends: Sequence[Backend], kind: str) -> Figures:
     """Operators a second that threads issue together, a pass of a narrow model each in turn."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -236,7 +230,7 @@ def launches(backends: Sequence[Backend], kind: str) -> Figures:
     config = LlamaConfig(**narrow, num_hidden_layers=1, vocab_size=64)
     device, rates = backends[0].device, {}
     ids = torch.zeros((1, 4), dtype=torch.long, device=device)
-    models = [AutoModelForCausalLM.from_config(config).to(device) for _ in range(MAX_THREADS)]
+    models = [AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(device) for _ in range(MAX_THREADS)]
     with backends[0].worker_thread(), _Launches() as each:
         models[0](input_ids=ids, labels=ids).loss.backward()
     for count in (count for count in (1, 2, 4, MAX_THREADS) if count <= max(len(backends), 2)):
@@ -266,12 +260,16 @@ def write_random_model(folder: Path, config: Any, dtype: torch.dtype) -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
 
 
 def write_run(folder: Path, config: Any, dtype: str, *, rows: int, tokens: int, **keys: Any) -> LoadedRecipe:
-    """The recipe of a run whose steps have so many rows, all as long as they may be; its files in `folder`."""
+    """The recipe of a run whose steps have so many rows, all as long as they may be; its files in `folder`.
+
+    Args:
+        keys: of the recipe, in place of these or besides.
+    """
     write_random_model(folder / "model", config, DTYPES[dtype])
     text = json.dumps({"text": "one word " * tokens})
     (folder / "rows.jsonl").write_text(f"{text}\n" * rows, encoding="utf-8")
@@ -281,7 +279,6 @@ def write_run(folder: Path, config: Any, dtype: str, *, rows: int, tokens: int, 
         **{"packing": False, "long_rows": "truncate", "gradient_accumulation_steps": rows},
         **{"max_steps": STEPS, "save_steps": STEPS, **keys},
     }
-    (folder / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
     return load_text(json.dumps(recipe), f"{folder}/recipe.yaml")
 
 
@@ -312,7 +309,8 @@ def step(names: Sequence[str], kind: str, machine: str) -> Figures:
 
 
 PARTS: Mapping[str, Callable[[Sequence[Backend], str], Figures]] = {
-    one.__name__: one for one in (products, attention, memory, unpacking, links, launches, host)
+    **{"products": _products, "attention": _attention, "memory": _memory, "unpacking": _unpacking},
+    **{"links": _links, "launches": _launches, "host": _host},
 }
 STEP_PART = "step"
 
@@ -332,11 +330,13 @@ def identity(names: Sequence[str]) -> Figures:
 
 
 def merge(content: Figures, found: Mapping[str, Any]) -> None:
-    """Put the figures of a part into the measurement."""
+    """Put the figures of a part into the measurement, those of workers to each."""
     for key, value in found.items():
-        pairs = zip(content[key], value, strict=True) if key == "workers" else [(content[key], value)]
-        for target, figures in pairs:
-            target.update(figures)
+        if key == "workers" and key in content:
+            for target, figures in zip(content[key], value, strict=True):
+                target.update(figures)
+        else:
+            content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
 
 
 def measure_machine(path: Path, tell: Callable[[str], None]) -> Figures:
@@ -349,32 +349,35 @@ def measure_machine(path: Path, tell: Callable[[str], None]) -> Figures:
         RefusedError: a part failed.
     """
     content: Figures = {}
-    for name in ("identity", *PARTS, STEP_PART):
-        tell(name)
-        words = [sys.executable, "-m", __name__, name, *([str(path)] if name == STEP_PART else [])]
-        if name == STEP_PART:
-            write_measurement(path, content)
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=PART_LIMIT_S, check=False)
-            lines, why = done.stdout.splitlines(), (done.stderr.strip().splitlines() or ["no words"])[-1]
-        except subprocess.TimeoutExpired:
-            lines, why = [], f"no result within {PART_LIMIT_S:.0f} s"
-        if not lines or done.returncode:
-            hint = "another program may use the card or the memory; `roundpipe doctor` looks at both"
-            raise RefusedError("this machine could not be measured", where=name, found=why, hint=hint)
-        merge(content, json.loads(lines[-1])) if content else content.update(json.loads(lines[-1]))
+    with tempfile.TemporaryDirectory() as folder:
+        rates = Path(folder) / "rates.json"
+        for name in ("identity", *PARTS, STEP_PART):
+            tell(name)
+            if name == STEP_PART:
+                write_measurement(rates, content)
+            try:
+                words = [sys.executable, "-m", __name__, name, str(rates)]
+                done = subprocess.run(words, capture_output=True, text=True, timeout=PART_LIMIT_S, check=False)
+                lines, why = done.stdout.splitlines(), (done.stderr.strip().splitlines() or ["no words"])[-1]
+            except subprocess.TimeoutExpired:
+                lines, why = [], f"no result within {PART_LIMIT_S:.0f} s"
+            if not lines or done.returncode:
+                hint = "another program may use the card or the memory; `roundpipe doctor` looks at both"
+                raise RefusedError("this machine could not be measured", where=name, found=why, hint=hint)
+            merge(content, json.loads(lines[-1]))
     write_measurement(path, content)
     return content
 
 
 def main() -> None:
     """Print the figures of the part that the command line names."""
-    part, *machine = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    part, machine = sys.argv[1:]
     names = choose_devices("auto")[0]
     if part == "identity":
         found = identity(names)
     elif part == STEP_PART:
-        found = step(names, kind_of(names), machine[0])
+        found = step(names, kind_of(names), machine)
     else:
         found = PARTS[part](make_backends(names, threads_per_worker("auto", len(names))), kind_of(names))
     print(json.dumps(found))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train.measure import run_steps, write_run
 from roundpipe_cli.units import GIB
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped, tiny
@@ -24,7 +26,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "full": ({"method": "full"}, (24,)),
 }
 """Keys of the recipe, and GiB of the cards."""
-TOKENS, ROWS, BLOCKS = {"tiny": 64, "full": 8192}, 8, 4
+TOKENS, ROWS, BLOCKS = {"tiny": 32, "full": 8192}, 8, 4
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
@@ -45,22 +47,24 @@ def fits(place: CheckPlace, form: str, gib: int) -> Figures:
         keys["micro_batch_tokens"] = "auto"
     dtype = "bfloat16" if place.scale == "full" else "float32"
     with tempfile.TemporaryDirectory() as folder, place.devices():
-        loaded = write_run(Path(folder), configuration(figures), dtype, rows=ROWS, tokens=TOKENS[place.scale], **keys)
+        path, tokens = Path(folder) / "rows.jsonl", TOKENS[place.scale]
         if form == "DPO":
-            pair = '{"prompt": "one", "chosen": "word ' + "one " * TOKENS[place.scale] + '", "rejected": "word"}\n'
-            (Path(folder) / "rows.jsonl").write_text(pair * ROWS, encoding="utf-8")
-            text = (Path(folder) / "recipe.json").read_text(encoding="utf-8").replace('"text"', '"preference"')
-            loaded = load_text(text, f"{folder}/recipe.yaml")
+            keys["datasets"] = [{"path": str(path), "type": "preference"}]
+        loaded = write_run(Path(folder), configuration(figures), dtype, rows=ROWS, tokens=tokens, **keys)
+        if form == "DPO":
+            pair = {"prompt": "one", "chosen": " word" * tokens, "rejected": " one" * tokens}
+            path.write_text(f"{json.dumps(pair)}\n" * ROWS, encoding="utf-8")
         answer = make_plan(loaded, f"1xcustom:memory_gib={gib}:acc32_tflops=100,host_memory_gib=512")
         if not answer.verdict.fits:
             raise SkippedCheckError(f"plan: {answer.verdict.reasons[0]}")
-        whole, budget = torch.cuda.get_device_properties(place.first).total_memory, answer.question.loaded.recipe
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / whole), place.first)
+        has = gib * GIB
+        whole = torch.cuda.get_device_properties(place.first).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, has / whole), place.first)
         try:
-            run_steps(load_text((Path(folder) / "recipe.json").read_text(encoding="utf-8"), f"{folder}/recipe.yaml",
-                                [f"micro_batch_tokens={budget.micro_batch_tokens or 'null'}"]
-                                if "micro_batch_tokens" in keys else []))  # fmt: skip
+            with patch.object(cuda, "memory_bytes", lambda index: has):
+                run_steps(answer.question.loaded)
             peak = torch.cuda.max_memory_reserved(place.first)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, place.first)
+    assert peak <= has, f"{peak:,} bytes of {has:,}"
     return {"planned_bytes": answer.verdict.device.total_bytes, "reserved_bytes": peak}
