@@ -183,6 +183,11 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
             {"check": "lora, cached", "status": "failed", "reason": "no"},
         ],
         "links": [{"check": "one link", "status": "ok", "figures": {"up_gb_per_s": [25.0], "down_gb_per_s": [26.0]}}],
+        "rates": [
+            {"check": "products", "status": "ok",
+             "figures": {"workers": [{"products": {"bfloat16": [[1e9, 5e13], [1e12, 1e14]]}}]}},
+            {"check": "unpacking", "status": "ok", "figures": {"workers": [{"unpacking": {"fp8": 2e11}}]}},
+        ],
         "kernels": [
             {"check": "qwen3, lora, auto", "status": "ok", "figures": {
                 "microseconds": {"product": 750.0, "attention": 250.0}, "launches": {"product": 22, "attention": 1}}},
@@ -190,9 +195,10 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
     }  # fmt: skip
     document = {"device": "GPU", "hardware": "1 x NVIDIA H200, torch 2.11.0", "seconds": {}, "parts": parts}
     page = figures.updated(figures.PAGE.read_text(encoding="utf-8"), document, "2026-12-01")
-    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 3 ok, 1 failed, 0 stopped, 0 skipped." in page
+    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 5 ok, 1 failed, 0 stopped, 0 skipped." in page
     assert "| lora, streamed | 1,234 | 2.000 s | 3.0 % | 5.00 GB |" in page and "| one link | 25.0 | 26.0 |" in page
     assert "| qwen3, lora, auto | 23 | 1.00 ms | 75 % | 25 % |" in page
+    assert "| products bfloat16 | 100.0 |" in page and "| unpacking fp8 | 200.0 |" in page
     assert figures.updated(page, document, "2026-12-01") == page
     path = tmp_path / "simulated.json"
     path.write_text(json.dumps({**document, "device": "simulated"}))

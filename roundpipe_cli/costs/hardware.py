@@ -586,8 +586,7 @@ def _measured_rates(measured: MeasuredRates, dtype: DType, accumulate: Accumulat
     """The largest sizes' rates, and the shares of them that smaller ones reach."""
     products, attention = dict(measured.products), dict(measured.attention)
     narrow = products.get(NARROW) if dtype == "float16" and accumulate == "fp16" else None
-    curves = (narrow or products[dtype], attention[dtype], measured.memory)
-    most = [curve[-1][1] for curve in curves]
-    by_size = [tuple((size, rate / last) for size, rate in one) for one, last in zip(curves, most, strict=True)]
-    reached = [rate / measured.time_factor for rate in most]
-    return Rates(*reached, shares=(by_size[0], by_size[1], by_size[2]), has_tiles=has_tiles)
+    curves = narrow or products[dtype], attention[dtype], measured.memory
+    shares = [tuple((size, rate / curve[-1][1]) for size, rate in curve) for curve in curves]
+    reached = [curve[-1][1] / measured.time_factor for curve in curves]
+    return Rates(reached[0], reached[1], reached[2], (shares[0], shares[1], shares[2]), has_tiles)

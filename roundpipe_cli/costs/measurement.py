@@ -140,12 +140,17 @@ def _measurement(content: Mapping[str, Any]) -> Measurement:
     factor = _rate(step["measured_s"]) / _rate(step["predicted_s"])
     workers = []
     for one in content["workers"]:
-        curves = (tuple((name, _curve(rows)) for name, rows in one[key].items()) for key in ("products", "attention"))
-        unpacking = tuple((name, _rate(rate)) for name, rate in one["unpacking"].items())
-        figures = (*curves, _curve(one["memory"]), unpacking, _rate(one["both_bytes_per_s"]))
-        rates = MeasuredRates(*figures, time_factor=factor, launches_per_s=launches)
+        rates = MeasuredRates(
+            products=tuple((name, _curve(rows)) for name, rows in one["products"].items()),
+            attention=tuple((name, _curve(rows)) for name, rows in one["attention"].items()),
+            memory=_curve(one["memory"]),
+            unpacking=tuple((name, _rate(rate)) for name, rate in one["unpacking"].items()),
+            link_bytes_per_s=_rate(one["both_bytes_per_s"]),
+            time_factor=factor,
+            launches_per_s=launches,
+        )
         workers.append(MeasuredWorker(str(one["device"]), int(_rate(one["memory_bytes"])), rates))
-    if not workers or not workers[0].rates.products:
+    if not workers or not launches or not workers[0].rates.products:
         raise ValueError("no rates")
     return Measurement(
         tuple(workers),

@@ -231,7 +231,7 @@ def _launches(backends: Sequence[Backend], kind: str) -> Figures:
     device, rates = backends[0].device, {}
     ids = torch.zeros((1, 4), dtype=torch.long, device=device)
     models = [AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(device) for _ in range(MAX_THREADS)]
-    with backends[0].worker_thread(), _Launches() as each:
+    with backends[0].worker_thread(), _Launches() as each:  # type: ignore[no-untyped-call]
         models[0](input_ids=ids, labels=ids).loss.backward()
     for count in (count for count in (1, 2, 4, MAX_THREADS) if count <= max(len(backends), 2)):
         turns, go, passes = IssueTurns(), threading.Barrier(count), [0] * count
@@ -301,7 +301,7 @@ def step(names: Sequence[str], kind: str, machine: str) -> Figures:
 
     dtype, tokens = STEP[kind]
     config = LlamaConfig(**MODEL[kind], num_hidden_layers=BLOCKS, vocab_size=VOCABULARY)
-    keys = {"rows": PER_WORKER * len(names), "tokens": tokens, "pipeline": {"devices": [*names]}}
+    keys: Figures = {"rows": PER_WORKER * len(names), "tokens": tokens, "pipeline": {"devices": [*names]}}
     with tempfile.TemporaryDirectory() as folder:
         loaded = write_run(Path(folder), config, dtype, **keys)
         predicted_s = make_plan(loaded, parse_hardware(machine)).step_s

@@ -22,11 +22,13 @@ def figures(document: Document, part: str) -> dict[str, dict[str, Any]]:
 
 def tables(document: Document, day: str) -> str:
     """Everything between the marks: the hardware's name, then a table for each part that has figures."""
-    outcomes = [one["status"] for checks in document["parts"].values() for one in checks]
+    outcomes = [
+        one["status"] for checks in document["parts"].values() for one in {o["check"]: o for o in checks}.values()
+    ]
     counts = ", ".join(f"{outcomes.count(word)} {word}" for word in ("ok", "failed", "stopped", "skipped"))
     blocks = [f"{document['hardware']}, {day}: {counts}.", _throughput(document), _memory(document)]
     blocks += [_prediction(document), _links(document), _kernels(document), _experts(document)]
-    blocks.append(_fp8(document))
+    blocks.append(_rates(document))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -98,13 +100,18 @@ def _experts(document: Document) -> str:
     return table("experts | ours: forward | torch's | ours: both passes | torch's | torch's is", rows)
 
 
-def _fp8(document: Document) -> str:
-    keys = ("bfloat16", "unpacking")
-    checks = figures(document, "fp8").items()
-    rows = [
-        [name, *(f"{one['milliseconds'][key]:.2f} ms" for key in keys)] for name, one in checks if "milliseconds" in one
-    ]
-    return table("FP8 weights | product in bfloat16 | unpacking", rows)
+def _rates(document: Document) -> str:
+    """The largest rates of the first worker, in 10^12 operations, 10^9 bytes or 10^9 weights a second."""
+    rows = []
+    for part in ("products", "attention", "memory", "unpacking"):
+        for worker in figures(document, "rates").get(part, {}).get("workers", ())[:1]:
+            named = worker[part] if isinstance(worker[part], dict) else {"": worker[part]}
+            for name, curve in named.items():
+                rate, unit = (
+                    (curve[-1][1], 1e9 if part == "memory" else 1e12) if isinstance(curve, list) else (curve, 1e9)
+                )
+                rows.append([f"{part} {name}".strip(), f"{rate / unit:,.1f}"])
+    return table("rate | reached", rows)
 
 
 def updated(page: str, document: Document, day: str) -> str:
