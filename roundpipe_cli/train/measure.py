@@ -107,9 +107,10 @@ def _seconds(backend: Backend, run: Callable[[], object]) -> float:
         backend.synchronize()
         return max(1e-9, backend.seconds_between(start, end) / count)
 
-    if (first_s := timed(1)) > SLOW_S:  # kernels are chosen, memory is reserved
-        return first_s
-    count = max(1, min(10_000, int(EACH_S / timed(1))))
+    timed(1)  # kernels are chosen, memory is reserved
+    if (once_s := timed(1)) > SLOW_S:
+        return once_s
+    count = max(1, min(10_000, int(EACH_S / once_s)))
     return statistics.median(timed(count) for _ in range(REPEATS))
 
 
