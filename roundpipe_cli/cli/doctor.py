@@ -76,9 +76,10 @@ def measure_here(file: Path | None, *, as_json: bool) -> None:
         say_json(content)
         return
     measurement = read_measurement(own_path())
-    step = content["step"]
-    say_data(f"{measurement.note}; `plan` and `finetune` use them here.")
-    say_data(f"a small run's step: {step['measured_s']:.3f} s, {step['predicted_s']:.3f} s by the rates alone")
+    measured_s, predicted_s = (content["step"][key] for key in ("measured_s", "predicted_s"))
+    say_data(f"a small run's step: {measured_s:.3f} s, {predicted_s:.3f} s by the rates alone")
+    if not 0.5 < measured_s / predicted_s < 2.0:
+        say("they differ much: other programs ran, or the rates miss something; measure again when nothing else runs")
     if file is not None:
         say_data(
             f"{file}: `plan --hardware {file}` plans for this machine anywhere. It has no name and no path: send it."
