@@ -75,7 +75,7 @@ def measure_here(file: Path | None, *, as_json: bool) -> None:
     if as_json:
         say_json(content)
         return
-    measurement = read_measurement(own_path())
+    say_data(f"{read_measurement(own_path()).note}; `plan` and `finetune` use them here.")
     measured_s, predicted_s = (content["step"][key] for key in ("measured_s", "predicted_s"))
     say_data(f"a small run's step: {measured_s:.3f} s, {predicted_s:.3f} s by the rates alone")
     if not 0.5 < measured_s / predicted_s < 2.0:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from roundpipe_cli.limited import PR_SET_PDEATHSIG
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check, require
 from tests.support.e2e import REPOSITORY, make_model, make_workspace, metrics
 
@@ -52,10 +57,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
 
 
+def take_terminal() -> None:
+    """Own the terminal, as a shell's program does; end with the check."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def on_terminal(folder: Path, *words: str, kill_at: Path) -> bytes:
     """What a run draws on a terminal until it is killed, a few rows into its metrics."""
     ours, theirs = pty.openpty()
-    child = subprocess.Popen(command(*words), cwd=folder, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a terminal has a size
+    child = subprocess.Popen(
+        command(*words), cwd=folder, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=take_terminal,
+    )  # fmt: skip
     os.close(theirs)
     shown = bytearray()
 
