@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE, sealed, unsealed
+from roundpipe_cli.cli.training import ask_on_cards_worth_using
 from roundpipe_cli.costs import hardware, machine, measurement
 from roundpipe_cli.costs.block_work import PassWork
 from roundpipe_cli.costs.hardware import parse_hardware, rates_of
@@ -132,6 +133,9 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     assert found.hardware.devices == make_plan(loaded).question.hardware.devices
     assert all(device.measured is not None for device in found.hardware.devices)
     assert not any("by cores" in note for note in found.hardware.notes)
+    told: list[object] = []
+    ask_on_cards_worth_using(loaded, told.append, None)
+    assert any("measured on 2 CPU workers" in str(one) for one in told), "what `finetune` says"
     four = machine.this_machine(machine.cpu_devices(4), "x", (), tmp_path)
     factors = [one.devices[0].measured.time_factor for one in (found.hardware, four) if one.devices[0].measured]
     assert factors == [1.25, 2.5]
