@@ -74,7 +74,7 @@ MODEL = {
     "cpu": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
     "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
-STEP = {"cpu": ("float32", 256), "cuda": ("bfloat16", 2048)}
+STEP = {"cpu": ("float32", 192), "cuda": ("bfloat16", 2048)}
 """Type and tokens of the small run."""
 STEPS, COUNTED_STEPS, BLOCKS, PER_WORKER, VOCABULARY = 8, 4, 4, 4, 8192
 PART_LIMIT_S = 300.0
