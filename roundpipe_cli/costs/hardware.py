@@ -213,7 +213,7 @@ def with_measured(device: Device, measurement: Measurement) -> Device | None:
     for worker in measurement.workers:
         if device.name in (worker.device, find_gpu(worker.device)):
             rates = worker.rates.part(1 / max(1, round(worker.memory_bytes / device.memory_bytes)))
-            return replace(device, measured=rates, link_bytes_per_s=rates.link_bytes_per_s)
+            return replace(device, measured=rates, link_bytes_per_s=rates.link_bytes_per_s, link_is_given=True)
     return None
 
 
