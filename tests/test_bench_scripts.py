@@ -18,7 +18,7 @@ from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.dealing import dealt_cut
 from roundpipe_cli.schedule.builders import Options
-from scripts import bench_emulated, bench_packing, bench_published, issue_rate
+from scripts import auto_microbatches, bench_emulated, bench_packing, bench_published, issue_rate
 from tests.cli.test_bench_cli import costs_of, results_of, write
 from tests.support.e2e import make_model, write_rows
 
@@ -127,3 +127,17 @@ def test_stages_are_never_worse_than_the_planners_and_fit(tmp_path: Path) -> Non
         )
         peaks.append(2 * 100 * largest + 50 * kept)
     assert peaks[1] <= 500 < peaks[0]
+
+
+def test_auto_microbatches_knows_what_it_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept.jsonl"
+    words = ["--models", "1.7B", "--cards", "4090", "--counts", "1", "--rows", "16", "--kept", str(kept)]
+    monkeypatch.setattr("sys.argv", ["auto_microbatches.py", *words])
+    assert auto_microbatches.main() == 0
+    first = capsys.readouterr().out
+    assert "| 1.7B | 1x4090 | 16 | " in first and "1 cases, 1 of which fit" in first
+    assert len(kept.read_text().splitlines()) == 1
+    monkeypatch.setattr(auto_microbatches, "measured", lambda *case: pytest.fail("known"))
+    assert auto_microbatches.main() == 0 and capsys.readouterr().out == first

@@ -225,8 +225,6 @@ def _question(
         return case_of_costs(costs_file, flags), None
     assert recipe is not None
     request = request_of(recipe, overrides, hardware)
-    if host_s := request.analytic.host_s(request.settings.num_microbatches):
-        say(f"note: Python takes {format_seconds(host_s)} a step to start the operators; no step is faster")
     return flags.applied_to(stage_case(request)), request
 
 

@@ -92,9 +92,8 @@ def simulated_run(answer: Plan) -> SimulatedRun:
     shown_s = makespan_s(answer.timeline)
     if settings.num_microbatches > MAX_SIMULATED_MICROBATCHES:
         notes.append(f"lanes show {format_seconds(shown_s)}, a part of the {settings.num_microbatches} microbatches")
-    elif answer.step_s > 1.01 * answer.device_step_s:
-        waited = format_seconds(answer.step_s - answer.device_step_s)
-        notes.append(f"not in the lanes: {waited} a step in which devices wait for Python to start operators")
+    elif answer.binds == "launches":
+        notes.append(f"of a step: {answer.parts}")
     packed = f" {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
     return SimulatedRun(
         title=question.architecture.name.rpartition("/")[2],

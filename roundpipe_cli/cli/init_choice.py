@@ -311,7 +311,7 @@ def choose_settings(
         *filter(None, [why_method]),
         *([f"{change.what}; without it: {advice[0]}."] if change is not None else []),
         f"max_seq_length {given.max_seq_length}: longer rows are cut.",
-        f"micro_batch_tokens auto: {tokens:,}, what the smallest device has room for and what keeps it busy. "
+        f"{question.choices[0]}. "
         f"gradient_accumulation_steps {per_step}: {why_rows}{counted(per_step, 'row')} a step, "
         f"{counted(count, 'full microbatch')}{f', {count / workers:g} for each of {workers} workers' * (workers > 1)}.",
         f"It {'fits' if summary_of(plan).word == 'FITS' else 'is SLOW'}: "

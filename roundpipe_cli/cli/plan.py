@@ -61,6 +61,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         *lines,
         *_memory(answer),
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
+        *([f"  of which        {answer.parts}"] if question.gpus else []),
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {time_to_finish(answer, length or run_length(answer))}",
         *(line for line in [_launches(answer)] if line),
@@ -71,11 +72,11 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
 
 
 def _launches(answer: Plan) -> str:
-    """A line where GPUs wait for launches, and count as busy meanwhile; empty where they do not."""
-    if answer.binds != "interpreter":
+    """A line where GPUs wait for launches; empty where they do not."""
+    if answer.binds != "launches":
         return ""
-    needed = format_seconds(answer.needs_s["arithmetic"])
-    return f"  launches bind   of the step GPUs compute {needed}; microbatches of more tokens have fewer launches"
+    issued = format_seconds(answer.needs_s["launches"])
+    return f"  launches bind   Python issues them in {issued}; microbatches of more tokens have fewer"
 
 
 def _memory(answer: Plan) -> list[str]:
@@ -264,7 +265,9 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "layers": [{key: getattr(layer, key) for key in FILE_KEYS} for layer in answer.layers],
         "predicted": {
             "step_s": answer.step_s,
-            "device_step_s": answer.device_step_s,
+            "arithmetic_s": answer.arithmetic_s,
+            "launches_s": answer.launches_s,
+            "waiting_s": answer.waiting_s,
             "tokens_per_s": answer.tokens_per_s,
             "bubble_ratio": answer.bubble_ratio,
             "device_peak_bytes": verdict.device.total_bytes,
@@ -431,8 +434,8 @@ def _link_lines(answer: Plan) -> list[str]:
         f"  {format_bytes(links.boundaries_down):>10}  hidden states and their gradients back",
         f"  {format_bytes(links.gradients_down):>10}  weight gradients back",
     ]
-    if answer.host_s and not _launches(answer):
-        share = 100 * answer.host_s / answer.step_s
-        took = f"{format_seconds(answer.host_s)} ({share:.0f} % of the step)"
-        lines.append(f"Python starts the operators in {took}, while the GPUs compute")
+    issued_s = answer.needs_s["launches"]
+    if issued_s and not _launches(answer):
+        took = f"{format_seconds(issued_s)} ({100 * issued_s / answer.step_s:.0f} % of the step)"
+        lines.append(f"Python issues the launches in {took}, while the GPUs compute")
     return lines

@@ -10,8 +10,8 @@ time                  products by their FLOPs or their traffic, whichever takes 
                       other operators by their traffic (`block_work.py` counts, `hardware.py` has the rates)
 unpacking             of 4-bit and 8-bit weights: at the rate of device memory, of FP8 at a quarter of it; in each
                       forward, recompute and backward, or once per visit of a stage
-host                  one interpreter issues the operators of all workers, 40 us each, while GPUs compute: no pass ends
-                      before its own are issued, and no step before all are
+host                  one interpreter issues the operators of all workers in turns, 45 to 54 us each, while GPUs
+                      compute: no pass ends before its own are issued at its worker's share of that rate
 """
 
 from __future__ import annotations
@@ -188,9 +188,10 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     return tally.forward, tally.backward
 
 
-ISSUED_PER_S = 25e3
-"""Operators a second that one interpreter issues for all workers together: 23,000 to 27,000 in steps that were bound by
-it, in a virtual machine with an H100 (`scripts/gpu_check`), the only one measured; a faster processor issues more."""
+ISSUED_PER_S = (22e3, 18.6e3)
+"""Operators a second that one interpreter issues for one thread, and for several together: 20,300 to 23,800 and, for
+eight, 18,600 in a virtual machine with an H100 (`scripts/gpu_check`), the only one measured; a faster processor issues
+more. On a processor two threads together lose as much as eight (`scripts/issue_rate.py`)."""
 FP8_UNPACKING = 0.26
 """Share of the memory's rate at which FP8 weights are unpacked (measured on an H100)."""
 UPDATE_S_PER_PARAM = 26e-6 / 2**22
@@ -204,15 +205,9 @@ class AnalyticCosts:
     """The cost model and what beside it a step costs."""
 
     costs: CostModel
-    host_s_per_microbatch: float
-    """Time of the Python interpreter to issue one microbatch's operators; it serves one worker at a time."""
     host_s_per_update: float
     """Time of the interpreter to issue the operators of one update."""
     trainable_params: int
-
-    def host_s(self, num_microbatches: int) -> float:
-        """Seconds in which Python issues a step's operators while devices compute: no step is faster."""
-        return num_microbatches * self.host_s_per_microbatch + self.host_s_per_update
 
 
 def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> AnalyticCosts:
@@ -236,7 +231,6 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
     )
     return AnalyticCosts(
         costs=with_gains(costs, settings),
-        host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
         host_s_per_update=0.0 if any_cpu else UPDATE_S_PER_PARAM * sum(trainable),
         trainable_params=sum(trainable),
     )
@@ -278,8 +272,7 @@ class Case:
         """Lower bound on the step time: workers that never wait, and nothing computed twice."""
         costs, num_microbatches = self.costs, self.settings.num_microbatches
         once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * num_microbatches
-        device_s = once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
-        return max(device_s, self.analytic.host_s(num_microbatches))
+        return once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
 
 
 def case_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Case:
@@ -291,7 +284,8 @@ def _layers(
     architecture: Architecture, settings: TrainingSettings, device: Device, hardware: Hardware
 ) -> tuple[LayerCost, ...]:
     accumulate: Accumulate = "fp16" if settings.float16_accumulation else hardware.accumulate
-    timer = _Timer(architecture, settings, device, accumulate)
+    num_threads = min(len(hardware.devices), math.ceil(settings.num_microbatches))
+    timer = _Timer(architecture, settings, device, accumulate, num_threads)
     distinct: dict[Block, LayerCost] = {block: timer.block(block) for block in set(architecture.blocks)}
     optimizer_s_per_param = OPTIMIZERS[settings.optimizer].update_bytes / hardware.host_memory_bytes_per_s
     trainable = trainable_params(architecture, settings)
@@ -328,14 +322,16 @@ class _Timer:
     settings: TrainingSettings
     device: Device
     accumulate: Accumulate
+    num_threads: int
+    """Workers that compute at the same time, for which one interpreter issues."""
 
     @property
     def _rates(self) -> Rates:
         return rates_of(self.device, self.settings.dtype, self.accumulate)
 
     def _pass_s(self, work: PassWork, *, ours: bool = True) -> float:
-        """Time of a pass over a block, weights being whole. A GPU's pass ends no sooner than its operators are issued,
-        a processor computes them in between; its assumed rate is that of whole training steps.
+        """Time of a pass over a block, weights being whole. A processor computes operators between issuing them; its
+        assumed rate is that of whole training steps.
 
         Args:
             ours: this device has our kernels for it.
@@ -346,7 +342,28 @@ class _Timer:
         device_s = rates.pass_s(work, fused=fused and measured is not None)
         if self.device.is_cpu and measured is not None:
             return device_s + work.issued(fused=fused) / measured.launches_per_s[0][1]
-        return max(device_s, work.issued(fused=fused) / ISSUED_PER_S)
+        return device_s
+
+    def _launched(self, layer: LayerCost, forward: PassWork, backward: PassWork) -> LayerCost:
+        """The layer, no pass of which ends before its operators are issued, in turn with those of the other threads."""
+        if self.device.is_cpu:
+            return layer
+        measured, fused = self.device.measured, self.settings.fused
+        rates = dict(measured.launches_per_s if measured else enumerate(ISSUED_PER_S, 1))
+        issued_per_s = rates[max(count for count in rates if count <= max(1, self.num_threads))]
+        forward_s, backward_s = (one.issued(fused=fused) / issued_per_s for one in (forward, backward))
+        starved_s = (
+            max(0.0, self.num_threads * forward_s - layer.forward_s),
+            max(0.0, self.num_threads * backward_s - layer.backward_s),
+        )
+        return replace(
+            layer,
+            forward_s=layer.forward_s + starved_s[0],
+            backward_s=layer.backward_s + starved_s[1],
+            recompute_skippable_s=max(0.0, layer.recompute_skippable_s - starved_s[0]),
+            launches_s=(forward_s, backward_s),
+            starved_s=starved_s,
+        )
 
     @property
     def _boundary_bytes(self) -> int:
@@ -371,7 +388,7 @@ class _Timer:
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
             backward_s += self._mlp_s(block)
-        return LayerCost(
+        layer = LayerCost(
             name="block",
             forward_s=forward_s,
             backward_s=backward_s,
@@ -385,6 +402,7 @@ class _Timer:
             visit_s=unpack_s - each_s,
             whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
         )
+        return self._launched(layer, work.forward, work.backward)
 
     def _unpack_s(self, block: Block) -> float:
         """Time to make packed weights whole."""
@@ -416,13 +434,14 @@ class _Timer:
         """Final norm, LM head and loss, in chunks of tokens; forward and backward in one go, no recompute."""
         architecture, settings = self.architecture, self.settings
         forward, backward = head_work(architecture, settings)
-        return LayerCost(
+        layer = LayerCost(
             name="head",
             forward_s=self._pass_s(forward, ours=not self.device.is_cpu),
             backward_s=self._pass_s(backward, ours=not self.device.is_cpu),
             recompute=False,
             param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
         )
+        return self._launched(layer, forward, backward)
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:
         """Bytes of a visit: CPU workers use the host's weights where they lie."""
@@ -444,15 +463,3 @@ def fused_share(architecture: Architecture, settings: TrainingSettings, hardware
         )
 
     return total_s(fused=True) / total_s(fused=False)
-
-
-def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:
-    """Interpreter time to issue all operators of one microbatch, forward, recompute and backward."""
-    num_forwards = 1 if settings.recompute == "none" else 2
-    head = head_work(architecture, settings)
-    operators = sum(one.issued(fused=settings.fused) for one in head)
-    for block, count in Counter(architecture.blocks).items():
-        work = block_work(architecture, block, settings)
-        forward, backward = (one.issued(fused=settings.fused) for one in (work.forward, work.backward))
-        operators += count * (num_forwards * forward + backward)
-    return operators / ISSUED_PER_S

@@ -57,6 +57,10 @@ class LayerCost:
     `share_out_visits`. Not in costs files."""
     whole_bytes: int = 0
     """Bytes of its packed weights, unpacked, where they stay so for a visit. Not in costs files."""
+    launches_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds in which the interpreter issues a forward and a backward. Not in costs files."""
+    starved_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds of `forward_s` and of `backward_s` in which the device waits for launches. Not in costs files."""
 
     @property
     def recomputed_s(self) -> float:
@@ -194,7 +198,10 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
     return replace(costs, layers=tuple(layers))
 
 
-_NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes", "update_bytes", "leaving_bytes", "tied")
+_NOT_IN_FILES = (
+    *("recompute_s", "visit_s", "whole_bytes", "launches_s", "starved_s"),
+    *("update_bytes", "leaving_bytes", "tied"),
+)
 _LAYER_FORMS, _MODEL_FORMS = (
     {field.name: str(field.type) for field in fields(kind) if field.name not in _NOT_IN_FILES}
     for kind in (LayerCost, CostModel)

@@ -103,11 +103,7 @@ def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> Stage
 def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
     """Cuts with large and medium stages, with short rounds and with rounds long enough for the links."""
     num_blocks, (weights, whole) = len(costs.layers) - 2, _block_bytes(costs)
-    head = costs.layers[-1]
-    head_bytes = head.param_bytes + head.grad_bytes + head.activation_bytes
-    most_head = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
-    beside = num_blocks if most_head is None else int((most_head - head_bytes) // max(1, whole))
-    beside = max(0, min(num_blocks, beside))
+    beside = most_beside_head(costs, limits)
     left = num_blocks - beside
     why = "one worker: the head's stage takes all it can, the others are as large as uploads can hide"
     enough = enough_per_round(costs, 1, num_microbatches, limits)
@@ -121,6 +117,21 @@ def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) ->
         stages = even_cut(num_blocks + 2, forward, backward, beside_head=beside)
         found.append(StageCut(*stages, per_round, explanation=(why,)))
     return found
+
+
+def most_beside_head(costs: CostModel, limits: StageLimits) -> int:
+    """Blocks for which the head's stage has room."""
+    num_blocks, head = len(costs.layers) - 2, costs.layers[-1]
+    head_bytes = head.param_bytes + head.grad_bytes + head.activation_bytes
+    most_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
+    beside = num_blocks if most_bytes is None else int((most_bytes - head_bytes) // max(1, _block_bytes(costs)[1]))
+    return max(0, min(num_blocks, beside))
+
+
+def stage_sizes(costs: CostModel, limits: StageLimits) -> tuple[int, int]:
+    """The most blocks of a forward and of a backward stage."""
+    num_blocks, (weights, whole) = len(costs.layers) - 2, _block_bytes(costs)
+    return _most(limits.forward_bytes, weights, num_blocks), _most(limits.backward_bytes, whole, num_blocks)
 
 
 def _sizes(limit_bytes: int | None, block_bytes: int, num_blocks: int) -> list[int]:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
-from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, analytic_costs, fused_share
+from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, fused_share
 from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
+from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, with_cached_weights
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import ResourceError
@@ -30,15 +30,18 @@ from roundpipe_cli.planning.question import (
     rows_that_keep_busy,
     without_small_cards,
 )
-from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.resident import resident_cut, with_all_weights
 from roundpipe_cli.planning.search.ranges import even_cut
-from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
+from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, has_room, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
 from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline
 from roundpipe_cli.units import counted, format_bytes, format_seconds
+
+LAUNCHES_BIND = 0.15
+"""Launches bind where devices wait for them for more than this share of their arithmetic's time (rule of thumb)."""
 
 # One optimizer step of a recipe on a machine, simulated: its time, its bubble, and what moves over the links.
 
@@ -124,10 +127,22 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
     once = min(wanted, SCORED_PER_WORKER * workers)
     stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
     schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
-    forward_s = simulated_ends(lower(schedule, costs), costs).makespan_s
-    passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
-    host_s = once * question.analytic.host_s_per_microbatch / passes
-    return max(forward_s, host_s) * wanted / once
+    return simulated_ends(lower(schedule, costs), costs).makespan_s * wanted / once
+
+
+def launches_of(question: PlanRequest, cut: StageCut) -> tuple[float, float]:
+    """Seconds in which Python issues a step's operators, and in which a worker waits for its own, on average.
+
+    Layers that no forward stage has are computed once, within the first backward stage.
+    """
+    covered = max((last for _, last in cut.forward_stages), default=-1)
+    issued_s = starved_s = 0.0
+    for index, layer in enumerate(question.costs.layers):
+        forwards = 2 if layer.recompute and index <= covered else 1
+        issued_s += forwards * layer.launches_s[0] + layer.launches_s[1]
+        starved_s += forwards * layer.starved_s[0] + layer.starved_s[1]
+    count, speeds = question.settings.num_microbatches, question.costs.worker_speed or (1.0,) * question.num_workers
+    return count * issued_s + question.analytic.host_s_per_update, count * starved_s / sum(speeds)
 
 
 def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
@@ -220,29 +235,12 @@ def band_of(architecture: Architecture, settings: TrainingSettings, hardware: Ha
 # The size of the weight cache that `weight_cache: auto` will choose, as `plan` predicts it. No torch.
 
 
-def with_all_weights(question: PlanRequest) -> PlanRequest | None:
-    """The question for GPUs that hold all weights from the start, so that stages need no room for them; None where the
-    recipe does not leave it open. CPU workers read the host's weights, so for them it is the question itself."""
-    gpus, recipe, costs = question.gpus, question.loaded.recipe, question.costs
-    if not recipe.may_hold_all_weights or costs.layers[0].name != "embed":
-        return None
-    if len(gpus) < question.num_workers:
-        return None if gpus or question.num_workers == 1 else question
-    cache_bytes = whole_cache_bytes(costs.layers)
-    settings, unpacking = replace(question.settings, weight_cache_bytes=cache_bytes), question.unpacking
-    if settings.unpacks_once and unpacking is not None:  # a stage is most of the model then
-        settings, unpacking = replace(settings, unpacks_once=False), replace(unpacking, once=False)
-        link_bytes_per_s = costs.link_bytes_per_s
-        costs = analytic_costs(question.architecture, settings, question.hardware).costs
-        costs = replace(costs, link_bytes_per_s=link_bytes_per_s)
-    analytic = replace(question.analytic, costs=with_cached_weights(costs, cache_bytes, settings.dtype_bytes))
-    return replace(question, settings=settings, analytic=analytic, unpacking=unpacking)
-
-
-def has_room(question: PlanRequest, verdict: Verdict) -> bool:
-    """Whether the needs in `verdict` leave free on each GPU the margin for what no memory model knows."""
-    sizes = [device.memory_bytes for device in question.gpus]
-    return verdict.fits and (not sizes or verdict.device.total_bytes <= DEVICE_SHARE * min(sizes))
+def holding_all_weights(question: PlanRequest) -> PlanRequest | None:
+    """The question for workers that hold all weights; None where the recipe does not leave it open, or they cannot."""
+    whole = with_all_weights(question) if question.loaded.recipe.may_hold_all_weights else None
+    if whole is None or whole.unpacking is None:
+        return whole
+    return replace(whole, unpacking=replace(whole.unpacking, once=whole.settings.unpacks_once))
 
 
 def with_auto_cache(question: PlanRequest, verdict: Verdict) -> tuple[PlanRequest, str | None]:
@@ -279,21 +277,35 @@ class Plan:
     verdict: Verdict
     step_s: float
     """From the end of the step before to its own, as a run measures it: updates overlap the next step's forward."""
-    device_step_s: float
-    """`step_s` if Python issued operators at once."""
-    host_s: float
-    """Seconds in which Python issues the step's operators, for one worker at a time, while devices compute."""
+    launches_s: float
+    """Part of `step_s` in which a worker waits for the launches of what it computes, on average."""
     bubble_ratio: float
     links: LinkBytes
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
     needs_s: Mapping[str, float]
-    """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
+    """Seconds of a step that workers, launches by the interpreter, links and optimizer each need if nothing waits."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Part of `step_s` in which a worker has nothing to compute, on average: the bubble."""
+        return self.bubble_ratio * self.step_s
+
+    @property
+    def arithmetic_s(self) -> float:
+        """The rest of `step_s`: a worker computes."""
+        return self.step_s - self.launches_s - self.waiting_s
+
+    @property
+    def parts(self) -> str:
+        """The parts of `step_s` for a worker on average, in words that reports use as well."""
+        found = {"arithmetic": self.arithmetic_s, "launches": self.launches_s, "waiting": self.waiting_s}
+        return ", ".join(f"{name} {format_seconds(max(0.0, seconds))}" for name, seconds in found.items())
 
     @property
     def binds(self) -> str:
-        """The name in `needs_s` with most seconds."""
-        return max(self.needs_s, key=self.needs_s.__getitem__)
+        """Name in `needs_s` of what binds a step."""
+        return what_binds(self.needs_s, self.launches_s)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -381,24 +393,24 @@ def best_plan(question: PlanRequest) -> tuple[PlanRequest, Plan]:
 def _plan(question: PlanRequest) -> Plan:
     """The plan for all devices of the question's machine."""
     question, cut, verdict, step, kept = decide(question)
-    host_s = question.analytic.host_s(question.settings.num_microbatches)
+    issued_s, launches_s = launches_of(question, cut)
     pairs_s = reference_s(question, cut)
-    needs_s = _needs_s(question, step, host_s)
+    step_s = step.step_s + pairs_s
+    needs_s = _needs_s(question, step, issued_s, launches_s)
     reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
         cut=cut,
         microbatches_per_round=per_round_of(question, cut),
         verdict=verdict,
-        step_s=max(step.step_s, host_s) + pairs_s,
-        device_step_s=step.step_s + pairs_s,
-        host_s=host_s,
+        step_s=step_s,
+        launches_s=launches_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),
-            _what_binds(needs_s),
+            _describe_needs(needs_s, launches_s),
             *([reference] if pairs_s else []),
         ),
         assumptions=_assumptions(question, cut),
@@ -408,7 +420,7 @@ def _plan(question: PlanRequest) -> Plan:
 
 def decide(question: PlanRequest) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep, str | None]:
     """The stages of a step, for `plan` and `bench`; the question then has the weight cache, which the line names."""
-    whole = with_all_weights(question)
+    whole = holding_all_weights(question)
     cut = _known_cut(question)
     verdict = _judged(question, cut)
     question, kept = with_auto_cache(question, verdict)
@@ -573,20 +585,27 @@ def _longest_round(question: PlanRequest, cut: StageCut) -> int:
     return next(fits, min(least, total))
 
 
-def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:
+def _needs_s(question: PlanRequest, step: SimulatedStep, issued_s: float, launches_s: float) -> dict[str, float]:
     workers, costs = question.num_workers, question.costs
     return {
-        "arithmetic": step.step_s * (1 - step.bubble_ratio),
+        "arithmetic": step.step_s * (1 - step.bubble_ratio) - launches_s,
+        "launches": issued_s,
         "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
-        "interpreter": host_s,
         "optimizer on the host": sum(layer.optimizer_s for layer in costs.layers),
     }
 
 
-def _what_binds(needs_s: Mapping[str, float]) -> str:
-    most = max(needs_s, key=needs_s.__getitem__)
+def what_binds(needs_s: Mapping[str, float], launches_s: float) -> str:
+    """The name with most seconds; launches if they lengthen the arithmetic by `LAUNCHES_BIND` of it."""
+    if launches_s > LAUNCHES_BIND * needs_s["arithmetic"]:
+        return "launches"
+    return max(needs_s, key=needs_s.__getitem__)
+
+
+def _describe_needs(needs_s: Mapping[str, float], launches_s: float) -> str:
+    most = what_binds(needs_s, launches_s)
     shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in needs_s.items())
-    return f"{most} binds; without waiting a step would need: {shown}"
+    return f"{most} bind{'' if most[-1] == 's' else 's'}; without waiting a step would need: {shown}"
 
 
 def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from roundpipe_cli.planning.admission import (
     holds_weights,
 )
 from roundpipe_cli.planning.answers import Answers
-from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
+from roundpipe_cli.planning.token_budget import budgets, fastest, for_processors
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
@@ -329,27 +330,27 @@ def _decided(
     machine = _leaving_gaps(machine, settings)
     choices: tuple[str, ...] = ()
     if recipe.micro_batch_tokens == "auto":
-        recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
-        loaded, choices = replace(loaded, recipe=recipe), (describe_budget(recipe),)
-        size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
-        settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
-    case = case_of(architecture, settings, machine)
-    if recipe.weights == "auto":
-        case = choose_tier(case)
-    skips, kept = _skips(recipe, case), _kept_blocks(recipe, case.num_workers)
-    settings = replace(case.settings, skip_last_projection=skips, keep_blocks=kept)
-    analytic = replace(case.analytic, costs=with_gains(case.costs, settings))
-    unpacking, case = choose_unpacking(replace(case, settings=settings, analytic=analytic), recipe.pipeline)
-    in_memory = case.analytic
-    if case.settings.weights_on_disk:
-        case = _read_from_disk(case)
+        figures = recipe, architecture, settings, machine
+        tokens = (
+            _token_budget(*figures)
+            if answers is None
+            else answers.once(
+                ("tokens", figures),
+                lambda: _token_budget(*figures),
+                lambda found: {"tokens": found},
+                itemgetter("tokens"),
+            )
+        )
+        recipe = _with_budget(recipe, tokens)
+        loaded, choices = replace(loaded, recipe=recipe), (describe_budget(recipe, machine),)
+    case, unpacking, reads_disk = _stated(recipe, architecture, settings, machine)
     return PlanRequest(
         architecture,
         case.settings,
         case.hardware,
         case.analytic,
         loaded=loaded,
-        reads_disk=case.analytic is not in_memory,
+        reads_disk=reads_disk,
         machine_source=source,
         choices=choices,
         unpacking=unpacking,
@@ -360,19 +361,59 @@ def _decided(
     )
 
 
-def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
-    by_row = replace(settings, micro_batch_size=1, num_microbatches=recipe.rows_per_step)
-    by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
-    smallest = with_smallest_card(machine)
+def _stated(
+    recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware
+) -> tuple[Case, Unpacking | None, bool]:
+    """The case with all decided that the recipe leaves open beside its microbatches: how packed weights are unpacked,
+    and whether weights are read from the disk in every round."""
+    if recipe.token_budget is not None:
+        size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
+        settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
+    case = case_of(architecture, settings, machine)
     if recipe.weights == "auto":
-        by_row = choose_tier(case_of(architecture, by_row, smallest)).settings
-    return choose_token_budget(architecture, by_row, smallest, may_hold=recipe.may_hold_all_weights)
+        case = choose_tier(case)
+    skips, kept = _skips(recipe, case), _kept_blocks(recipe, case.num_workers)
+    settings = replace(case.settings, skip_last_projection=skips, keep_blocks=kept)
+    analytic = replace(case.analytic, costs=with_gains(case.costs, settings))
+    unpacking, case = choose_unpacking(replace(case, settings=settings, analytic=analytic), recipe.pipeline)
+    if not case.settings.weights_on_disk:
+        return case, unpacking, False
+    from_disk = _read_from_disk(case)
+    return from_disk, unpacking, from_disk.analytic is not case.analytic
 
 
-def describe_budget(recipe: Recipe) -> str:
-    """A line that says what `micro_batch_tokens: auto` became."""
-    rows, tokens = recipe.rows_per_microbatch, recipe.token_budget
-    return f"micro_batch_tokens (auto): {tokens:,}: {counted(rows, 'row')} of {recipe.max_seq_length:,} tokens"
+def _with_budget(recipe: Recipe, tokens: int) -> Recipe:
+    return replace(recipe, micro_batch_tokens=tokens)
+
+
+def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
+    """The value of `micro_batch_tokens: auto`; a row for a model whose figures are a guess."""
+    if architecture.is_guess:
+        return recipe.tokens_of_full_row
+
+    def case(tokens: int, on: Hardware = machine) -> Case:
+        return _stated(_with_budget(recipe, tokens), architecture, settings, on)[0]
+
+    if all(device.is_cpu for device in machine.devices):
+        alone = replace(machine, devices=machine.devices[:1], disk_free_bytes=None)
+        return for_processors(recipe, lambda tokens: case(tokens, alone))
+    return fastest(recipe, {tokens: case(tokens) for tokens in budgets(recipe)})
+
+
+def describe_budget(recipe: Recipe, machine: Hardware | None) -> str:
+    """A line that says what `micro_batch_tokens: auto` became.
+
+    Args:
+        machine: None: nothing is known of the model on it.
+    """
+    rows, tokens = f"{counted(recipe.rows_per_microbatch, 'row')} of {recipe.max_seq_length:,}", recipe.token_budget
+    if machine is None:
+        return f"micro_batch_tokens={tokens}: {rows}, for want of the model's figures"
+    if all(device.is_cpu for device in machine.devices):
+        return f"micro_batch_tokens={tokens}: {rows}, for processors, whatever the number of workers"
+    cards = Counter(device.name.removeprefix("rtx-") for device in machine.devices)
+    words = "+".join(f"{count}x{name}" for name, count in cards.items())
+    return f"micro_batch_tokens={tokens}: fastest on {words} ({rows}); write it down for the same bits elsewhere"
 
 
 def _skips(recipe: Recipe, case: Case) -> bool:

@@ -15,13 +15,40 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
+from roundpipe_cli.costs.analytic import Case, analytic_costs
 from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.memory import whole_cache_bytes, with_cached_weights
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.schedule.builders import Options
 
 DEALING = Options(earliest_free=True)
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def with_all_weights(case: AnyCase) -> AnyCase | None:
+    """The case for GPUs that hold all weights from the start, so that stages need no room for them; None where they
+    cannot. CPU workers read the host's weights, so for them it is the case itself.
+
+    Args:
+        case: of a recipe that leaves it open, see `Recipe.may_hold_all_weights`.
+    """
+    gpus, costs, settings = case.gpus, case.costs, case.settings
+    if costs.layers[0].name != "embed":
+        return None
+    if len(gpus) < case.num_workers:
+        return None if gpus or case.num_workers == 1 else case
+    cache_bytes = whole_cache_bytes(costs.layers)
+    if settings.unpacks_once:  # a stage is most of the model then
+        settings = replace(settings, unpacks_once=False)
+        anew = analytic_costs(case.architecture, settings, case.hardware).costs
+        costs = replace(anew, link_bytes_per_s=costs.link_bytes_per_s)
+    settings = replace(settings, weight_cache_bytes=cache_bytes)
+    analytic = replace(case.analytic, costs=with_cached_weights(costs, cache_bytes, settings.dtype_bytes))
+    return replace(case, settings=settings, analytic=analytic)
 
 
 def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut], bool]) -> StageCut | None:

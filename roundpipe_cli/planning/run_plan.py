@@ -13,7 +13,7 @@ from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, RefusedError, ResourceError
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.predict import cards_worth_using, decide, stage_case, with_all_weights, with_auto_cache
+from roundpipe_cli.planning.predict import cards_worth_using, decide, holding_all_weights, stage_case, with_auto_cache
 from roundpipe_cli.planning.question import (
     PlanRequest,
     ask_again,
@@ -146,7 +146,7 @@ def planned_bytes(
         return []
     if not question.hardware.is_here:
         return []
-    whole, found = with_all_weights(question) if holds_all else None, []
+    whole, found = holding_all_weights(question) if holds_all else None, []
     for schedule in schedules:
         cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
         verdict = judge(whole or question, cut)

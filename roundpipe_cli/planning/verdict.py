@@ -51,6 +51,12 @@ class Verdict:
         return tuple(reason.partition(". Needed are")[0] for reason in self.reasons)
 
 
+def has_room(case: Case, verdict: Verdict) -> bool:
+    """Whether the needs in `verdict` leave free on each GPU the margin for what no memory model knows."""
+    sizes = [device.memory_bytes for device in case.gpus]
+    return verdict.fits and (not sizes or verdict.device.total_bytes <= DEVICE_SHARE * min(sizes))
+
+
 def judge(case: Case, cut: StageCut) -> Verdict:
     """The verdict on one cut of the layers into stages, and on the rounds that it has."""
     assert cut.microbatches_per_round is not None

@@ -435,10 +435,10 @@ class Recipe:
     """Fill microbatches up to so many tokens, padding included, in place of `micro_batch_size` rows each: as many rows
     of like length as that, or at least one of `max_seq_length`, of which it counts whole ones. A step's rows stay the
     same, only their grouping changes, so its loss differs by rounding; of short rows it still has 4 microbatches, or as
-    many as of full ones if those are fewer. `auto` is 8192 where the memory of the smallest card allows it (16384 with
-    experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and never depends on the number of
-    devices; the saved recipe holds the number. null is `micro_batch_size` rows, and the default beside that key and
-    beside `pipeline.sequence_chunks`."""
+    many as of full ones if those are fewer. `auto` is the fastest of 1024, 2048, 4096, 8192 and 16384 that fits, by
+    prediction for these cards and their number; the saved recipe holds the number, for the same bits elsewhere. On
+    processors it is up to 2048, whatever their number. null is `micro_batch_size` rows, and the default beside that key
+    and beside `pipeline.sequence_chunks`."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
     null leaves it to the epochs."""
@@ -495,9 +495,10 @@ class Recipe:
     loss of a short run without it first. An H100 is no faster by it; no GeForce card was measured. Processors add up in
     float32 all the same."""
     deterministic: bool = False
-    """GPUs compute a step to the same bits each time and with any number of equal cards: attention's backward in order
-    (up to 1.6 times its time, by arXiv 2601.21824; not measured here), cuBLAS with a workspace of its own, no atomics.
-    An operator that torch has only unordered ends the run with its name. Processors do so anyway."""
+    """GPUs compute a step to the same bits each time and, at the same microbatches, with any number of equal cards:
+    attention's backward in order (up to 1.6 times its time, by arXiv 2601.21824; not measured here), cuBLAS with a
+    workspace of its own, no atomics. An operator that torch has only unordered ends the run with its name. Processors
+    do so anyway."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 42
     """Seed for shuffling, dropout and the initial adapters."""
     head_chunk_tokens: PositiveInt | None = None

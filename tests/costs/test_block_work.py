@@ -125,23 +125,30 @@ def test_without_our_kernels_each_expert_has_products_of_its_own(method: str) ->
 
 
 def test_host_time_counts_what_is_launched() -> None:
-    """40 us an operator: forward, recompute and backward of each block, the head in chunks; and the update's Python."""
+    """22,000 a second: forward and backward of each block, the head in chunks; and the update's Python."""
     architecture = find_architecture("Qwen/Qwen3-8B")
     settings = TrainingSettings(2048, method="full")
     analytic = analytic_costs(architecture, settings, parse_hardware("1x4090"))
     head = 4 + 2 * (4 + 3)  # as `run_head` launches them
-    assert analytic.host_s_per_microbatch == pytest.approx((36 * (23 + 23 + 48) + head) * 40e-6)
-    assert analytic.host_s(3) == pytest.approx(3 * analytic.host_s_per_microbatch + 8.19e9 / 2**22 * 26e-6, rel=0.01)
-    reference = analytic_costs(architecture, replace(settings, fused=False), parse_hardware("1x4090"))
-    assert reference.host_s_per_microbatch == pytest.approx((36 * (55 + 55 + 114) + head + 2 * 9) * 40e-6)
+    assert [layer.launches_s for layer in analytic.costs.layers[:2]] == [(0, 0), pytest.approx((23 / 22e3, 48 / 22e3))]
+    assert sum(analytic.costs.layers[-1].launches_s) == pytest.approx(head / 22e3)
+    assert analytic.host_s_per_update == pytest.approx(8.19e9 / 2**22 * 26e-6, rel=0.01)
+    reference = analytic_costs(architecture, replace(settings, fused=False), parse_hardware("1x4090")).costs
+    assert reference.layers[1].launches_s == pytest.approx((55 / 22e3, 114 / 22e3))
+    assert sum(reference.layers[-1].launches_s) == pytest.approx((head + 2 * 9) / 22e3)
 
 
-def test_a_pass_ends_no_sooner_than_its_operators_are_issued() -> None:
-    """Python's time was added to each step, though devices compute meanwhile."""
-    architecture, hardware = find_architecture("HuggingFaceTB/SmolLM2-135M"), parse_hardware("1xh100")
+@pytest.mark.parametrize("cards, microbatches, waits", [(1, 8, 1), (2, 8, 2), (8, 8, 8), (8, 3, 3)])
+def test_a_pass_ends_no_sooner_than_its_operators_are_issued(cards: int, microbatches: int, waits: int) -> None:
+    """Threads take turns: 22,000 launches a second for one, 18,600 for several, of which each waits for the others."""
+    architecture, hardware = find_architecture("HuggingFaceTB/SmolLM2-135M"), parse_hardware(f"{cards}xh100")
+    each_s = 1 / 22e3 if waits == 1 else waits / 18.6e3
     short, long = (
-        analytic_costs(architecture, TrainingSettings(tokens, method="full"), hardware).costs.layers[5]
-        for tokens in (64, 65536)
+        analytic_costs(
+            architecture, TrainingSettings(tokens, method="full", num_microbatches=microbatches), hardware
+        ).costs.layers[5]
+        for tokens in (64, 1 << 20)
     )
-    assert (short.forward_s, short.backward_s) == pytest.approx((21 * 40e-6, 42 * 40e-6))
-    assert long.forward_s > 10 * short.forward_s
+    assert (short.forward_s, short.backward_s) == pytest.approx((21 * each_s, 42 * each_s))
+    assert 0.9 * short.forward_s < short.starved_s[0] < short.forward_s
+    assert long.forward_s > 10 * short.forward_s and long.starved_s == (0, 0)

@@ -234,7 +234,7 @@ def _published_tokens_per_s(
         for step in range(3)
     ]
     # two whole steps, after the one that fills the pipeline
-    step_s = max((ends_s[2] - ends_s[0]) / 2, analytic.host_s(20))
+    step_s = (ends_s[2] - ends_s[0]) / 2
     return rows_per_step * 2048 / step_s
 
 

@@ -103,7 +103,7 @@ def test_plan_says_so() -> None:
     spread = make_plan(load_recipe("recipes/llama3.1-8b.yaml", words), "8x4090")
     alone = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "pipeline.head_workers=1"]), "8x4090")
     assert SPREAD.why in spread.explanation and SPREAD.why not in alone.explanation
-    assert spread.device_step_s < 0.99 * alone.device_step_s
+    assert spread.step_s < 0.99 * alone.step_s
     few, many = (make_plan(spread.question.loaded, machine) for machine in ("1x4090", "8x4090"))
     assert ["launches bind" in "\n".join(verdict_lines(plan)) for plan in (few, many)] == [False, True]
 

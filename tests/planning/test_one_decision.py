@@ -140,7 +140,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     ((_, cut, case),), _ = as_planned(request_of(str(path), words, machine), [schedule])
     assert (cut.forward_stages, cut.backward_stages) == (plan.cut.forward_stages, plan.cut.backward_stages)
     result = run(schedule, cut, case)
-    assert result.step_s == pytest.approx(plan.device_step_s, rel=1e-9)
+    assert result.step_s == pytest.approx(plan.step_s, rel=1e-9)
     assert result.parts.ratio == pytest.approx(plan.bubble_ratio, abs=1e-9)
 
 

@@ -14,13 +14,13 @@ import pytest
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.model.files.untrusted import check_model_folder, read_config, read_json
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.token_budget import choose_token_budget
+from roundpipe_cli.planning.token_budget import for_processors
 from roundpipe_cli.planning.unpacking import choose_unpacking
 from roundpipe_cli.planning.verdict import judge, judge_coarsest
 from tests.support.e2e import launch, make_model, make_workspace
 
 COUNTED = (
-    *(ask, analytic_costs, choose_token_budget, choose_unpacking, judge, judge_coarsest),
+    *(ask, analytic_costs, for_processors, choose_unpacking, judge, judge_coarsest),
     *(read_config, read_json, check_model_folder),
 )
 LOG = "calls.log"
@@ -56,8 +56,8 @@ def test_a_run_tries_each_candidate_once(model: Path, tmp_path: Path) -> None:
     folder = make_workspace(tmp_path / "work", model, max_steps=2, gradient_accumulation_steps=10, **auto)
     found = calls(folder, "finetune", "recipe.yaml")
     assert found["ask"] == 1 and found["check_model_folder"] == 1 and found["read_config"] == 2
-    assert found["choose_token_budget"] == 1 and found["choose_unpacking"] == 2, "the second for the report"
-    assert found["analytic_costs"] <= 6, "two for the tokens; then two, and two for the report: unpacked once or not"
+    assert found["for_processors"] == 1 and found["choose_unpacking"] == 3, "for the tokens, the run and the report"
+    assert found["analytic_costs"] <= 6, "two each: unpacked once or not"
 
 
 def test_plan_and_bench_ask_once(model: Path, tmp_path: Path) -> None:

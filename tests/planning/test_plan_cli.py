@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from roundpipe_cli.cli.output import wrapped
 from roundpipe_cli.cli.plan import plan, plan_document, plan_text, verdict_lines
-from roundpipe_cli.costs import find_model, machine
+from roundpipe_cli.costs import analytic, find_model, machine
 from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
@@ -62,9 +63,9 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
         "fits", "reasons", "workers", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
-        "step_s", "device_step_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes",
-        "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range", "tokens_per_s_range",
-        "range_rests_on",
+        "step_s", "arithmetic_s", "launches_s", "waiting_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes",
+        "host_bytes", "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range",
+        "tokens_per_s_range", "range_rests_on",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32
@@ -73,7 +74,8 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     predicted = document["predicted"]
     assert predicted["tokens_per_s"] == pytest.approx(4 * 512 / predicted["step_s"])
     assert 0 <= predicted["bubble_ratio"] < 1
-    assert predicted["step_s"] == max(predicted["device_step_s"], answer.host_s)
+    parts = [predicted[f"{part}_s"] for part in ("arithmetic", "launches", "waiting")]
+    assert predicted["step_s"] == pytest.approx(sum(parts)) and min(parts) >= 0
     solved = plan_document(answer, solve(answer))["solve"]
     assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
     assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
@@ -143,8 +145,9 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
     assert lines[1] == "  on 2x4090: as --hardware says"
     assert lines[2].startswith("  GPU memory ") and "of 24 GiB each" in lines[2]
     assert lines[3].startswith("  host memory ") and "ASSUMED" in lines[3]
-    assert lines[4].startswith("  a step ") and lines[5].startswith("  tokens/s ")
-    assert "for 3 steps (10 rows of about 1 tokens), each 3 tokens in 3 microbatches" in lines[6]
+    assert lines[4].startswith("  a step ") and lines[5].startswith("  of which        arithmetic ")
+    assert lines[6].startswith("  tokens/s ")
+    assert "for 3 steps (10 rows of about 1 tokens), each 3 tokens in 3 microbatches" in lines[7]
     text = "\n".join(lines)
     for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
         assert heading in text
@@ -281,9 +284,12 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
     assert costs[1].activation_bytes < costs[0].activation_bytes
 
 
-def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
+def test_gains_of_the_engine_are_in_the_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the run leaves out of a recompute or keeps on the device, the plan does not count as time; its memory is in
     tests/costs/test_memory_model.py."""
+    launched = ask(load(recipe, "pipeline.skip_last_projection=true"), "2x4090").analytic.costs.layers[1]
+    assert launched.recomputed_s == launched.forward_s, "a product less is no shorter where launches bind"
+    monkeypatch.setattr(analytic, "ISSUED_PER_S", (math.inf, math.inf))
     skip, words = "pipeline.skip_last_projection", "2x4090,host_memory_gib=64"
     never, auto, always = (ask(load(recipe, f"{skip}={value}"), words) for value in ("false", "auto", "true"))
     block = always.analytic.costs.layers[1]

@@ -58,7 +58,9 @@ def check_limits(answer: Plan) -> None:
 
 
 def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
-    loaded = with_keys(loaded, "pipeline.weight_cache=0")  # two cards that hold all weights are as fast as all three
+    loaded = with_keys(
+        loaded, "pipeline.weight_cache=0", "max_seq_length=8192"
+    )  # two cards that hold all weights are as fast as all three
     answer = make_plan(loaded, "2x3090+4060ti:memory_gib=8:pcie_lanes=16")
     check_limits(answer)
     speeds = answer.question.analytic.costs.worker_speed
@@ -75,7 +77,7 @@ def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
 
 def test_a_card_that_would_hold_the_others_up_is_said_to_be_idle() -> None:
     """`plan -v` ended in an error: the simulated step knew only the cards that get stages."""
-    answer = make_plan(load_recipe("qwen3-14b", []), "2x4090+3060")
+    answer = make_plan(load_recipe("qwen3-14b", ["micro_batch_tokens=8192"]), "2x4090+3060")
     assert answer.cut.workers == (0, 1) and answer.timeline.num_workers == 3
     *others, idle = busy_s(answer.timeline)
     assert idle == 0 < min(others)

@@ -72,11 +72,11 @@ def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, tw
     for count in (1, 3):
         folder = workspace(tmp_path / str(count), two_blocks, pipeline__devices=["cpu"] * count, max_steps=1, **shape)
         done = finetune(folder).expect(0)
-        assert "micro_batch_tokens (auto): 256: 2 rows of 128 tokens" in done.err
+        assert "micro_batch_tokens=256: 2 rows of 128, for processors, whatever the number of workers" in done.err
         found.append((resolved(folder)["micro_batch_tokens"], [row["loss_hex"] for row in metrics(folder / "out")]))
     assert found[0] == found[1] and found[0][0] == 256
     again = finetune(folder, "--resume", "max_steps=2").expect(0)
-    assert "micro_batch_tokens (auto)" not in again.err, "decided once"
+    assert "micro_batch_tokens=256: " not in again.err, "decided once"
     assert resolved(folder)["micro_batch_tokens"] == 256
     changed = finetune(folder, "--resume", "max_steps=3", "micro_batch_tokens=512").expect(2)
     assert "micro_batch_tokens: changed" in changed.err

@@ -117,11 +117,12 @@ def _with_token_budget(
     recipe = loaded.recipe
     if recipe.micro_batch_tokens != "auto":
         return loaded
-    tokens = None
+    found = None
     with suppress(RefusedError):  # another check reports what is wrong
-        tokens = ask_here(loaded, asked).loaded.recipe.token_budget
+        found = ask_here(loaded, asked)
+    tokens = found.loaded.recipe.token_budget if found is not None else None
     recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
-    tell(Notice(f"{describe_budget(recipe)}, or more shorter ones"))
+    tell(Notice(describe_budget(recipe, found.hardware if found is not None else None)))
     return replace(loaded, recipe=recipe)
 
 
