@@ -24,7 +24,5 @@ def step_of_rows(answer: Plan, *, num_microbatches: int, rows: float, length: in
     asked = replace(question, settings=settings, analytic=analytic)
     per_round = min(answer.microbatches_per_round, count)
     cut = replace(answer.cut, microbatches_per_round=answer.cut.microbatches_per_round and per_round)
-    step, host_s = simulate_step(asked, cut), analytic.host_s(count)
-    step_s = max(step.step_s, host_s)
-    bubble = 1 - (1 - step.bubble_ratio) * step.step_s / step_s if step_s else 0.0
-    return step_s + reference_s(asked, cut), bubble
+    step = simulate_step(asked, cut)
+    return step.step_s + reference_s(asked, cut), step.bubble_ratio
