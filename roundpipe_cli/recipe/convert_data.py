@@ -102,7 +102,7 @@ def _finished(
     for key, value in item.items():
         if key in ("name", "split") and isinstance(value, str):
             entry[key] = value
-        elif key in known and isinstance(value, str):
+        elif key in known and isinstance(value, str) and value:
             columns[known[key]] = value
         elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
             answer = answer_of(key, ("changed row",))
@@ -214,7 +214,8 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
         messages = item.pop("field_messages", None) or "messages"
         columns["conversations" if entry["type"] == "sharegpt" else "messages"] = messages
         _axolotl_rules(item, entry, where, result)
-    return _finished(entry, item, where, result, columns=columns, known=_FIELD_COLUMNS)
+    known = {**_FIELD_COLUMNS, "field_system": "system"} if isinstance(kind, dict) else _FIELD_COLUMNS
+    return _finished(entry, item, where, result, columns=columns, known=known)
 
 
 def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:

@@ -143,7 +143,7 @@ _OTHER: Mapping[str, str] = {
     "the tokenizer and its tokens are the model's own; add_tokens adds words": """
         tokenizer_config tokenizer_use_mistral_common added_tokens_overrides eos_token tokenizer_legacy
         split_special_tokens new_special_tokens_config""",
-    "the embedding keeps its size, and rows that were never trained": "shrink_embeddings fix_untrained_tokens",
+    "no rows of the embedding are taken away or set anew": "shrink_embeddings fix_untrained_tokens",
     "experts get a loss for their balance where the model's config.json says output_router_logits: true": """
         moe_aux_loss_coef router_aux_loss_coef""",
     "the model's own positions, configuration and files are used": """
@@ -152,7 +152,7 @@ _OTHER: Mapping[str, str] = {
     "checkpoints in GPTQ are not read: name the unquantised model, with load_in_4bit: true": "gptq",
     "learning_rate is that of embeddings and of every group of weights": """
         lr_groups embedding_lr embedding_lr_scale loraplus_lr_embedding""",
-    "the warmup is a line from zero, and the schedule has no constant part and no restarts": """
+    "the schedule is lr_scheduler_type's own, after a warmup in a line from zero": """
         lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio jagged_restart_steps""",
     "rows of like length meet in a microbatch; which rows a step has is not by length": "group_by_length",
     "rows are read as texts or chats, not as tokens; the recipe says how they are cut and packed": """
@@ -171,7 +171,7 @@ REINFORCEMENT, PREFERENCES, REWARD = "reinforcement learning", "training on pref
 CLASSIFIER, DISTILLATION = "training of a classifier", "distillation from a teacher"
 PART, MULTIMODAL = "training of a part of the weights", "training on images, video or sound"
 EVALUATION = "evaluation or prediction"
-_NO_IMAGES = "images are not trained here; the text part of such models is, on rows of text"
+_NO_IMAGES = "images are not trained here, nor is sound; the text part of such models is, on rows of text"
 _NO_TRACKER = "not here: report_to takes tensorboard, wandb, mlflow and trackio; metrics.jsonl has every step"
 _REWARDED = "not here: it trains on rewards of answers that the model writes meanwhile, which TRL does"
 _UNPAIRED = "not here, but in TRL: of such rows the wanted answers train with objective: sft, or pairs with dpo"
@@ -187,7 +187,8 @@ _ADVICE: Mapping[str, str] = {
     "gradients and adapters are not sent to trackers": "wandb_watch wandb_log_model",
     "the finished result is uploaded, and no checkpoint": "hub_strategy",
     "on_nonfinite says what a loss that is no number does": "loss_watchdog_threshold loss_watchdog_patience",
-    "the weights are loaded as the model's own files say": "model_quantization_config_kwargs gptq_disable_exllama",
+    "the weights are loaded as the model's own files say": "model_quantization_config_kwargs",
+    "checkpoints in GPTQ are not read": "gptq_disable_exllama",
     "not a device of this program": "xpu_backend",
 }
 
@@ -198,10 +199,13 @@ _WRITE: Mapping[str, str] = {
         eval_dataset test_datasets validation_file dataset_test_split test_file""",
     "write it beside its data set: datasets: [{path: ..., split: train, name: SUBSET, columns: {text: NAME}}]": """
         dataset_train_split dataset_split train_split dataset_config dataset_subset dataset_text_field text_field
-        text_column prompt_column query_column response_column prompt_field completion_column""",
+        text_column""",
+    "name the column beside its data set: datasets: [{path: ..., columns: {prompt: NAME, completion: NAME}}]": """
+        prompt_column query_column response_column prompt_field completion_column""",
     "list them: datasets: [{path: ..., weight: 1}, ...]": "dataset_mixture interleave_probs mix_strategy",
-    "write datasets: [{path: ..., type: chat}], or type: text": """
-        pretraining_dataset _component_ source subset text system user column data_types role_boundaries""",
+    "write datasets: [{path: ..., type: text}]": "pretraining_dataset",
+    "write datasets: [{path: ..., type: chat}]": """
+        _component_ source subset text system user column data_types role_boundaries""",
     "take a part of the split: datasets: [{path: data/train.jsonl, split: 'train[:1000]'}]": """
         max_samples max_train_samples""",
     "the tokenizer's own chat template is used; another one goes into chat_template": """
@@ -229,8 +233,8 @@ _WRITE: Mapping[str, str] = {
     "write long_rows: drop, error, truncate or split": """
         excess_length_strategy truncation truncation_mode truncation_side""",
     "packing: true packs rows, which never see each other": "neat_packing packing_strategy packed eval_packed",
-    "write datasets: [{..., roles_to_train: [assistant], train_on_eos: turn, turns_to_train: last}]": """
-        mask_history roles_to_train train_on_eos""",
+    "write datasets: [{..., turns_to_train: last}]": "mask_history",
+    "write datasets: [{..., roles_to_train: [assistant], train_on_eos: turn}]": "roles_to_train train_on_eos",
     f"write objective: {either(PAIR_OBJECTIVES)}": "pref_loss loss_type dpo_loss_type loss",
     "write it in the section of its objective: dpo: {beta: 0.1, label_smoothing: 0.1}, simpo: {simpo_gamma: 0.5}": """
         pref_beta rl_beta dpo_beta orpo_alpha beta trl simpo_gamma gamma gamma_beta_ratio cpo_alpha simpo_alpha
@@ -376,7 +380,7 @@ _CHANGED_ROWS: Mapping[str, str] = {
     "the assistant's turns are trained, whole and with their ends": """
         roles_to_train train_on_eos train_on_eot message_field_training_detail""",
     "system messages and thoughts stay as the rows have them, and none are added": """
-        drop_system_message field_system system_prompt split_thinking""",
+        drop_system_message system_prompt split_thinking""",
     TEMPLATED: "format no_input_format prompt_format chosen_format rejected_format",
 }
 _ROW_ADVICE: Mapping[str, str] = {

@@ -87,6 +87,13 @@ def answer(line: str) -> str:
         ("optim: adamw_torch_4bit", "the nearest is adamw_8bit"),
         *((f"report_to: {value}", "every step") for value in ("swanlab", "[tensorboard, swanlab]")),
         *((f"{key}: 1", "images are not trained here") for key in ("image_max_pixels", "processor_type", "images")),
+        # what to write is right as it stands: it says no more and nothing else than the key
+        ("audio_column: a", "nor is sound"),
+        ("gptq_disable_exllama: true", "checkpoints in GPTQ are not read"),
+        ("prompt_column: q", "columns: {prompt: NAME"),
+        ("pretraining_dataset: x", "type: text}]"),
+        ("mask_history: true", "write datasets: [{..., turns_to_train: last}]"),
+        ("roles_to_train: [user]", "train_on_eos: turn}]"),
         ("dtype: int8", "load_in_8bit"),
         ("method: oft", "adapters are LoRA's"),
         ("objective: hinge", "not offered"),
@@ -98,12 +105,15 @@ def test_a_key_or_value_of_another_trainer_is_answered(line: str, part: str) -> 
     assert hint != NO_SUCH_KEY
 
 
-@pytest.mark.parametrize("key", ["field_instruction", "data_files", "num_samples", "formatting", "roles", "shards"])
+@pytest.mark.parametrize(
+    "key", ["field_instruction", "field_system", "data_files", "num_samples", "formatting", "roles", "shards"]
+)
 def test_a_key_of_another_trainers_data_set_is_answered(key: str) -> None:
     with pytest.raises(RecipeError) as refused:
         load_text(f"model: some/model\ndatasets: [{{path: rows.jsonl, {key}: x}}]\n", "mine.yaml")
     (problem,) = refused.value.problems
     assert problem.hint and problem.hint != NO_SUCH_KEY and "did you mean" not in problem.hint
+    assert not key.startswith("field_") or problem.hint.startswith("name the columns")
 
 
 def test_each_argument_of_transformers_and_peft_has_its_answer() -> None:
