@@ -17,9 +17,9 @@ from typer.core import TyperGroup
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once, say_data
 from roundpipe_cli.cli.usage_errors import UsageError, explain_usage
 from roundpipe_cli.cli.versions import version_lines
-from roundpipe_cli.cuda_order import count_by_bus
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
+from roundpipe_cli.library_settings import count_by_bus, wait_without_spinning
 from roundpipe_cli.train.result.gguf_types import GGUF_TYPES
 
 
@@ -173,6 +173,7 @@ def main() -> None:
     _interrupt_once()
     open_closed_streams()
     count_by_bus()
+    wait_without_spinning()
     listen(lambda text: say(f"note: {text}"))
     keep_private()  # state, logs and caches hold private data; results are opened to others one by one
     code = 0

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.hardware import Device, catalogue, find_gpu, gpu_device, part_of
 from roundpipe_cli.costs.memory import grows_segments
-from roundpipe_cli.cuda_order import BY_BUS, ORDER, is_by_bus
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.library_settings import BY_BUS, ORDER, is_by_bus
 from roundpipe_cli.units import MIB
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

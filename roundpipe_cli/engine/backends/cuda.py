@@ -20,9 +20,9 @@ import torch
 
 from roundpipe_cli.costs.machine import describe_locking
 from roundpipe_cli.costs.memory import PINNED_RING_BYTES
-from roundpipe_cli.cuda_order import count_by_bus
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.library_settings import count_by_bus
 
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """Seconds between a lane's looks at the events that it waits for: at first, and after a while."""
