@@ -240,7 +240,7 @@ def _as_the_command() -> Iterator[StopSignals]:
 def _result(output_dir: Path) -> FinetuneResult:
     from roundpipe_cli.dashboard.html import read_report
     from roundpipe_cli.dashboard.replay import GrowingFile
-    from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME
+    from roundpipe_cli.events import METRICS_NAME
 
     report = read_report(output_dir)
     loss, measured = report["loss"], report["measured"]

@@ -16,12 +16,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
+from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.views import arithmetic
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepFinished, StepTimeline
+from roundpipe_cli.events import MAX_NUMBER, REPORT_NAME, RunStarted, Sample, Span, StepFinished, StepTimeline
 from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, aligned, counted, format_bytes, format_loss, format_seconds, round_step

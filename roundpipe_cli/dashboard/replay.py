@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 from roundpipe_cli import events
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.regular_files import open_regular, read_regular
 
-METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
 ETA_STEPS = 20
 MAX_LINE_BYTES = 16 * 1024**2
 MAX_READ_BYTES = 2 * MAX_LINE_BYTES

@@ -14,12 +14,12 @@ from typing import Any
 
 from roundpipe_cli import events
 from roundpipe_cli.dashboard.html import STEPS, Series, curves, document, figures, read_report, smoothed
-from roundpipe_cli.dashboard.replay import EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME, GrowingFile, RunFiles
+from roundpipe_cli.dashboard.replay import GrowingFile, RunFiles
+from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.units import counted, format_loss
 
 MAX_DEPTH = 4
 """Folders below the given one in which runs are looked for."""
-EVALUATIONS_NAME = "eval.jsonl"
 MAX_CURVES = 8
 """Colours of curves; further ones repeat them."""
 MAX_CURVE_POINTS = 500
@@ -96,9 +96,7 @@ def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary |
     last = own[-1] if own else {}
     if not (own or started or "tool_version" in report or (folder / LOCK_NAME).exists()):
         return None
-    evaluations = [
-        point for row in GrowingFile(folder / EVALUATIONS_NAME).new_rows() if (point := _number(row, "loss"))
-    ]
+    evaluations = [point for row in GrowingFile(folder / EVAL_NAME).new_rows() if (point := _number(row, "loss"))]
     measured, data = figures(report, "measured"), figures(report, "data")
     total = _of(started[-1], "num_steps") if started else None
     if total is None and isinstance(report.get("num_steps"), int):

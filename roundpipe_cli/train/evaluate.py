@@ -27,12 +27,12 @@ from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
-from roundpipe_cli.events import EvaluationFinished, Notice, Phase, Tell
+from roundpipe_cli.events import EVAL_NAME, EvaluationFinished, Notice, Phase, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import append_line, remove_tree
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
-from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, best_folder, list_best, list_checkpoints
+from roundpipe_cli.train.checkpoint.output_dir import best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation
 from roundpipe_cli.train.checkpoint.rewind import RowDigest

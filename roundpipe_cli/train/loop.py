@@ -12,12 +12,23 @@ from pathlib import Path
 from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.engine.host_memory import UnusedHeap
 from roundpipe_cli.errors import StoppedError, redact_values
-from roundpipe_cli.events import DeviceLost, Event, Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.events import (
+    EVAL_NAME,
+    METRICS_NAME,
+    DeviceLost,
+    Event,
+    Notice,
+    Paused,
+    Phase,
+    RunFinished,
+    StepFinished,
+    Tell,
+    run_clock,
+)
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
-from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.remaining import remaining
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation, check_state, check_tensors, run_state

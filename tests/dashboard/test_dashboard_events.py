@@ -20,6 +20,8 @@ from roundpipe_cli.dashboard.html import comparison, page
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.errors import RefusedError, StoppedError
 from roundpipe_cli.events import (
+    EVENTS_NAME,
+    METRICS_NAME,
     DeviceLost,
     DeviceSample,
     EvaluationFinished,
@@ -35,7 +37,6 @@ from roundpipe_cli.events import (
     decode,
     encode,
 )
-from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.monitor.metrics_file import metrics_row
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, read_lines

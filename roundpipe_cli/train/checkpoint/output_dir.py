@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.events import LOCK_NAME, REPORT_NAME
 from roundpipe_cli.files import (
     DELETED_PREFIX,
     STATE_FILE_MODE,
@@ -138,11 +139,6 @@ def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 MARKER_NAME = ".roundpipe"
-LOCK_NAME = ".roundpipe.lock"
-METRICS_NAME = "metrics.jsonl"
-EVAL_NAME = "eval.jsonl"
-EVENTS_NAME = "events.jsonl"
-REPORT_NAME = "report.json"
 LAST_NAMES = ("config.json", "adapter_config.json")
 """Files of a result that are renamed last: without them the folder does not count as a model."""
 

@@ -20,16 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.events import Say
+from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, METRICS_NAME, REPORT_NAME, Say
 from roundpipe_cli.files import disk_error, sync, write_atomically
 from roundpipe_cli.regular_files import read_json_of_ours, read_regular
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
 from roundpipe_cli.train.checkpoint.output_dir import (
-    EVAL_NAME,
-    EVENTS_NAME,
     LAST_NAMES,
-    METRICS_NAME,
-    REPORT_NAME,
     SET_ASIDE_PREFIX,
     best_folder,
     free_name,

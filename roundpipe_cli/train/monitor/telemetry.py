@@ -26,6 +26,7 @@ from roundpipe_cli.engine.live import StepInWork
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError, redact_values
 from roundpipe_cli.events import (
+    EVENTS_NAME,
     DeviceLost,
     DeviceSample,
     Event,
@@ -44,7 +45,6 @@ from roundpipe_cli.events import (
 from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import Interval
-from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
 from roundpipe_cli.train.prepare.devices import gpu_index
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import active_parameters

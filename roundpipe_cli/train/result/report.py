@@ -22,14 +22,11 @@ from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import redact
-from roundpipe_cli.events import DeviceLost, StepFinished
+from roundpipe_cli.events import REPORT_NAME, DeviceLost, StepFinished
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
-from roundpipe_cli.train.checkpoint.output_dir import (
-    REPORT_NAME,
-)
 from roundpipe_cli.train.prepare.ready import Setup
 
 LAST_STEPS = 5
