@@ -304,10 +304,11 @@ def choose_settings(
     question, settings = plan.question, plan.question.settings
     given = question.given.recipe
     workers, count, tokens = question.num_workers, settings.num_microbatches, int(settings.tokens_per_microbatch)
-    memory = describe_memory(host_memory()) if machine.is_here else format_bytes(machine.host_memory_bytes)
+    has = f"{format_bytes(machine.host_memory_bytes)} of host memory"
+    memory = describe_memory(host_memory()) if machine.is_here else has
     reasons = [
         f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
-        f"{memory} of host memory.",
+        f"{memory}.",
         *filter(None, [why_method]),
         *([f"{change.what}; without it: {advice[0]}."] if change is not None else []),
         f"max_seq_length {given.max_seq_length}: longer rows are cut.",

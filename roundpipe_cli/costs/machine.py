@@ -121,8 +121,8 @@ def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def describe_memory(memory: HostMemory) -> str:
-    """`32 GiB, 21.5 GiB of it free now`: the words of `doctor`, `init` and `plan`. `finetune` takes what is free."""
-    return f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} of it free now"
+    """`32 GiB of host memory, 21.5 GiB of it free now`, for `doctor`, `init`, `plan`; `finetune` takes what is free."""
+    return f"{format_bytes(memory.total_bytes)} of host memory, {format_bytes(memory.available_bytes)} of it free now"
 
 
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
