@@ -286,14 +286,14 @@ def test_an_answer_ends_at_the_end_of_turn_wherever_it_is_given(trained: Path, t
     want = make_tokenizer().decode(long[:tokens])
     (row, *_) = map(json.loads, (work / "chat" / "eval.jsonl").read_text().splitlines())
     assert row["samples"][0]["answer"] == want
-    run(work, "export", "chat", "--merge", "--to", "merged").expect(0)
-    for folder in ("chat", "merged"):
+    run(work, "export", "chat", "--merge", "--to", "whole-chat").expect(0)
+    for folder in ("chat", "whole-chat"):
         document = json.loads(run(work, "generate", folder, *words).expect(0).out)
         assert (document["answer"], document["tokens"], document["ended"]) == (want, tokens + 1, True)
-    assert json.loads((work / "merged" / "generation_config.json").read_text())["eos_token_id"] == [2, other, end]
-    assert f'PARAMETER stop "{mark}"' in (work / "merged" / "Modelfile").read_text()
-    run(work, "export", "chat", "--merge", "--gguf", "--to", "file").expect(0)
-    field = GGUFReader(work / "file" / GGUF_NAME).get_field("tokenizer.ggml.eot_token_id")
+    assert json.loads((work / "whole-chat" / "generation_config.json").read_text())["eos_token_id"] == [2, other, end]
+    assert f'PARAMETER stop "{mark}"' in (work / "whole-chat" / "Modelfile").read_text()
+    run(work, "export", "chat", "--merge", "--gguf", "--to", "file-chat").expect(0)
+    field = GGUFReader(work / "file-chat" / GGUF_NAME).get_field("tokenizer.ggml.eot_token_id")
     assert field is not None and field.contents() == end
 
 
