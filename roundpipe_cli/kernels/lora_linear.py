@@ -15,17 +15,16 @@ dropout [N, in], 1 without; s: scaling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from roundpipe_cli.kernels.own_function import OwnFunction
 from roundpipe_cli.kernels.random_masks import Draw, drop
 
 
-@dataclass(frozen=True)
-class AdapterTerm:
+class AdapterTerm(NamedTuple):
     """Settings of the adapter in a call, apart from its matrices."""
 
     scaling: float
@@ -46,11 +45,11 @@ def lora_linear(
     term: AdapterTerm,
 ) -> torch.Tensor:
     """y [..., out] of x [..., in]; all of one dtype, weight and bias frozen."""
-    result: torch.Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, term)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, term)
     return result
 
 
-class _LoraLinear(torch.autograd.Function):
+class _LoraLinear(OwnFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -64,22 +63,15 @@ class _LoraLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         if term.draw is not None:
             rows = rows.contiguous()
-        low = torch.mm(rows if term.draw is None else drop(rows, term.draw), lora_a.t())
+        low = functional.linear(rows if term.draw is None else drop(rows, term.draw), lora_a)
         ctx.save_for_backward(rows, weight, lora_a, lora_b, low)
         ctx.scaling, ctx.draw, ctx.shape = term.scaling, term.draw, x.shape
         if term.fill is not None:
             return x.new_full((*x.shape[:-1], weight.shape[0]), term.fill)
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]))  # no view is returned: models may write to what they get
-        flat = y.view(-1, weight.shape[0])
-        if bias is None:
-            torch.mm(rows, weight.t(), out=flat)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=flat)
-        flat.addmm_(low, lora_b.t(), alpha=term.scaling)
-        return y
+        y = functional.linear(rows, weight, bias).addmm_(low, lora_b.t(), alpha=term.scaling)
+        return y.resize_((*x.shape[:-1], weight.shape[0]))  # no view is returned: models may write to what they get
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, lora_a, lora_b, low = ctx.saved_tensors
         s, draw = ctx.scaling, ctx.draw

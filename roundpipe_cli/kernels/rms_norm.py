@@ -15,19 +15,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from roundpipe_cli.kernels.own_function import OwnFunction
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
     """The norm of x [..., H] over its last dimension; x and weight [H] of one dtype. `plus_one`: times 1 + weight."""
     if takes_own_formula(x.device):
-        composed: torch.Tensor = _RmsNorm.apply(x, weight, eps, plus_one)  # type: ignore[no-untyped-call]
+        composed: torch.Tensor = _RmsNorm.apply(x, weight, eps, plus_one)
         return composed
     if not plus_one:
         return functional.rms_norm(x, weight.shape, weight, eps)
     # 1 + weight in 16 bit would lose most of the weight, so the two are not added first
-    scaled: torch.Tensor = _ScaleByOnePlus.apply(functional.rms_norm(x, weight.shape, None, eps), weight)  # type: ignore[no-untyped-call]
+    scaled: torch.Tensor = _ScaleByOnePlus.apply(functional.rms_norm(x, weight.shape, None, eps), weight)
     return scaled
 
 
@@ -36,7 +37,7 @@ def takes_own_formula(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
         exact = x.float()
@@ -47,7 +48,6 @@ class _RmsNorm(torch.autograd.Function):
         return torch.mul(exact, rstd).mul_(_factor(weight, plus_one)).to(x.dtype)  # no view: models may write to it
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         rows, above = (one.reshape(-1, x.shape[-1]).float() for one in (x, gradient))
@@ -65,7 +65,7 @@ def _factor(weight: torch.Tensor, plus_one: bool) -> torch.Tensor:
     return weight.float() + 1 if plus_one else weight.float()
 
 
-class _ScaleByOnePlus(torch.autograd.Function):
+class _ScaleByOnePlus(OwnFunction):
     """n (1 + weight), one operator each way."""
 
     @staticmethod
@@ -74,7 +74,6 @@ class _ScaleByOnePlus(torch.autograd.Function):
         return torch.addcmul(normed, normed, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, normed = ctx.saved_tensors
         grad_weight = None

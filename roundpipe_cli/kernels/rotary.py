@@ -14,18 +14,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from roundpipe_cli.kernels.own_function import OwnFunction
 
 
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key, turned; all of one dtype, cos and sin without a gradient."""
-    turned: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
+    turned: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(query, key, cos, sin)
     return turned
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(OwnFunction):
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -35,7 +36,6 @@ class _Rotate(torch.autograd.Function):
         return _turned(query, cos, -1, sin1, sin2=sin2), _turned(key, cos, -1, sin1, sin2=sin2)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         sin1, sin2 = _halves(sin, gradients[0].shape[-1])

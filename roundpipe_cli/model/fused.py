@@ -298,14 +298,15 @@ class FusedLora:
         self._wrapper = wrapper
         self._plain = wrapper.forward
         (name,) = wrapper.active_adapters
-        self._base, self._a, self._b = wrapper.get_base_layer(), wrapper.lora_A[name], wrapper.lora_B[name]
+        parts = wrapper.get_base_layer(), wrapper.lora_A[name], wrapper.lora_B[name]
+        self._base, self._a, self._b = (part._parameters for part in parts)
         self._dropout, self._scaling = wrapper.lora_dropout[name], float(wrapper.scaling[name])
         wrapper.__dict__["forward"] = self
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The adapted layer's result [..., out] for x [..., in]; by PEFT's own code where adapters are off or types
         differ."""
-        weight, bias, a, b = self._base.weight, self._base.bias, self._a.weight, self._b.weight
+        weight, bias, a, b = self._base["weight"], self._base["bias"], self._a["weight"], self._b["weight"]
         if args or kwargs or self._wrapper._disable_adapters or not (x.dtype == weight.dtype == a.dtype == b.dtype):
             return self._plain(x, *args, **kwargs)  # type: ignore[no-any-return]
         drops = isinstance(self._dropout, nn.Dropout) and self._dropout.training

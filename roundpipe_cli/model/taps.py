@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 Take = Callable[[int, torch.Tensor], None]
 """Called with the index of a parameter and its gradient; not called for parameters without one."""
@@ -27,22 +25,17 @@ class GradientTaps:
         self._parameters = parameters
         self._take = take
         self._add_product = add_product
-        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
         for index, parameter in enumerate(self._parameters):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._hand_over, index)))
-
-    def _hand_over(self, index: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        parameter.grad = None
-        self._take(index, gradient)
+            known = vars(parameter)
+            if _TAP not in known:  # once: to register and to remove a hook takes longer than all that it does
+                parameter.register_post_accumulate_grad_hook(_hand_over)
+            known[_TAP] = self._take, index
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for parameter in self._parameters:
+            vars(parameter)[_TAP] = None
 
     def differentiate(self, logits: torch.Tensor, gradient: torch.Tensor) -> None:
         """Backward of the head. Where the logits are a product of a trained matrix, its gradient goes to `add_product`
@@ -57,6 +50,20 @@ class GradientTaps:
         self._add_product(index, gradient.t(), rows.detach())
         if rows.requires_grad:
             torch.autograd.backward(rows, gradient @ self._parameters[index].detach())
+
+
+_TAP = "_roundpipe_tap"
+"""Attribute of a parameter that was tapped: who takes its gradient, and its index; None: nobody."""
+
+
+def _hand_over(parameter: torch.Tensor) -> None:
+    tap: tuple[Take, int] | None = vars(parameter)[_TAP]
+    if tap is not None:
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        take, index = tap
+        take(index, gradient)
 
 
 def before_views(tensor: torch.Tensor) -> Any:

@@ -61,7 +61,9 @@ _FILLS = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_lik
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, of its forward's: the scores again, and four products (arXiv 2205.14135)."""
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "_has_same_storage_numel"})
+_VIEWS = frozenset(
+    {"_unsafe_view", "_reshape_alias", "resize_", "lift_fresh", "detach", "alias", "_has_same_storage_numel"}
+)
 
 
 @dataclass
