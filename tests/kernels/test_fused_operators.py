@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -99,6 +101,24 @@ def test_what_is_launched_and_kept(draw: Draw | None) -> None:
     assert (forward.launches.num_launches, forward.launches.num_products) == (3 + more, 3), forward.launches
     assert (backward.launches.num_launches, backward.launches.num_products) == (5 + more, 5), backward.launches
     assert sorted(one.shape for one in kept) == sorted([(16, 8), (6, 8), (4, 8), (6, 4), (16, 4)])
+
+
+@pytest.mark.parametrize(("with_graph", "context"), [(True, "_LoraLinearBackward"), (False, "NoneType")])
+def test_a_call_dispatches_eight_operators_and_makes_a_graph_only_if_asked(with_graph: bool, context: str) -> None:
+    """Three products, four views and one new shape; nine before. Models may write to the result."""
+    t = tensors((2, 9, 24), 4, out=11)
+    expected = fused(t, 0.7, masked=False, biased=False)[0].detach()
+    names = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.set_grad_enabled(with_graph), Noting():  # type: ignore[no-untyped-call]
+        y = lora_linear(t["x"], t["weight"], None, t["a"], lora_b=t["b"], term=AdapterTerm(0.7))
+    assert len(names) == 8 and type(y.grad_fn).__name__ == context
+    assert torch.equal(y.detach(), expected) and torch.equal(y.mul_(2.0).detach(), expected * 2)
 
 
 def test_an_unread_result_costs_no_product_and_the_gradients_keep_their_bits() -> None:

@@ -231,3 +231,13 @@ def test_sequences_in_chunks_leave_it_out_with_a_notice() -> None:
     assert "sequence_chunks" in str(leave_out_router_loss(config))
     assert split_model(build_skeleton(config, torch.float32)).routers is None
     assert leave_out_router_loss(config) is None
+
+
+def test_taps_register_one_hook_a_parameter_and_none_takes_gradients_outside() -> None:
+    parameter, taken = torch.nn.Parameter(torch.ones(2)), []
+    for _ in range(3):
+        with GradientTaps([parameter], lambda index, gradient: taken.append((index, gradient.tolist()))):
+            (2 * parameter).sum().backward()  # type: ignore[no-untyped-call]
+    (parameter * 3).sum().backward()  # type: ignore[no-untyped-call]
+    assert taken == [(0, [2.0, 2.0])] * 3 and len(parameter._post_accumulate_grad_hooks) == 1  # type: ignore[attr-defined]
+    assert parameter.grad is not None and parameter.grad.tolist() == [3.0, 3.0]
