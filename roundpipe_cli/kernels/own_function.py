@@ -18,7 +18,7 @@ class OwnFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """The function's result; args as `forward` takes them after its context."""
         if torch.is_grad_enabled():
-            return super(torch.autograd.Function, cls).apply(*args)
+            return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
         return cls.forward(_NoGraph(), *args)
 
 
