@@ -299,8 +299,11 @@ def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
     Raises:
         RefusedError: the recipe asks for what this model cannot do.
     """
-    if loaded.recipe in (question.given.recipe, question.loaded.recipe):
-        return question
+    return question if loaded.recipe in (question.given.recipe, question.loaded.recipe) else ask_anew(question, loaded)
+
+
+def ask_anew(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
+    """As `ask_again`, without what a plan made of the question: a cache of weights, fewer cards."""
     found, source, answers = question.found, question.machine_source, question.answers
     check_configuration(found, loaded.recipe)
     return _decided(loaded, found, question.architecture, question.machine, source=source, answers=answers)

@@ -16,8 +16,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, combinations, islice
+from functools import cached_property, partial
+from itertools import chain, combinations, islice, product
 from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS
@@ -30,7 +30,15 @@ from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, best_plan
-from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, rows_that_keep_busy
+from roundpipe_cli.planning.question import (
+    PlanRequest,
+    ask,
+    ask_again,
+    ask_anew,
+    rows_that_keep_busy,
+    without_small_cards,
+)
+from roundpipe_cli.planning.token_budget import estimated_step_s
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import Word, summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, parse_override
@@ -47,6 +55,8 @@ HOST_LEFT = 0.05
 """Share of host memory that a precision leaves free, if any does."""
 SLOWER = 0.03
 """A precision that changes weights less may be so much slower than the fastest."""
+UNSURE = 0.025
+"""A precision may be so much faster than estimated, relative to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +180,63 @@ def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
     Returns:
         The change; one without overrides: the recipe's own; None: none fits.
     """
-    options, settings = _precisions(question), replace(_as_asked(question), weights_on_disk=False)
-    held = [one for one in options if fits_coarsest(question.architecture, one.apply(settings), question.hardware)]
-    for tried, from_disk in ((held, False), (options, True)):
-        plans = ((one, _planned(question, one) if one.overrides else now) for one in tried)
-        fitting = [(one, plan) for one, plan in plans if plan and (from_disk or not plan.question.reads_disk)]
-        fitting = [(one, plan) for one, plan in fitting if _leaves_memory(plan)] or fitting
-        if fitting:
-            least = (1 - SLOWER) * max(plan.tokens_per_s for _, plan in fitting)
-            change, plan = next((one, plan) for one, plan in fitting if plan.tokens_per_s >= least)
-            if now is not None and plan.tokens_per_s < (1 - SLOWER) * now.tokens_per_s:
-                change, plan = AS_IS, now  # reading the disk is faster
-            return replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    settings = replace(_as_asked(question), weights_on_disk=False)
+    trials = [_Trial(question, one, now) for one in _precisions(question)]
+    held = [one for one in trials if _fits(question, question.architecture, one.change.apply(settings))]
+    for tier in product((False, True), repeat=2):
+        for trial in (tried := trials if tier[0] else held):
+            own = (1 / (1 - SLOWER)) * trial.tokens_per_s(tier)
+            rivals = (one for one in tried if own and one is not trial and one.may_beat(trial))
+            if own and all(one.tokens_per_s(tier) <= own for one in rivals):
+                change, plan = trial.change, trial.plan
+                if now is not None and plan is not None and plan.tokens_per_s < (1 - SLOWER) * now.tokens_per_s:
+                    change, plan = AS_IS, now  # reading the disk is faster
+                return plan and replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
     return None
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A precision; planned only where an estimate cannot tell whether it is fast enough."""
+
+    question: PlanRequest
+    change: Change
+    now: Plan | None
+
+    @cached_property
+    def asked(self) -> PlanRequest | None:
+        """The question with it; None: it is refused."""
+        with suppress(RefusedError):
+            return ask_anew(self.question, changed(self.question.given, self.change.overrides))
+        return None
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """None where it does not fit."""
+        if not self.change.overrides:
+            return self.now
+        return _fitting_plan(self.asked) if self.asked is not None else None
+
+    def tokens_per_s(self, tier: tuple[bool, bool]) -> float:
+        """By its plan; 0 unless (weights are read from the disk, host memory is short) is `tier`."""
+        plan = self.plan
+        return plan.tokens_per_s if plan and (plan.question.reads_disk, not _leaves_memory(plan)) == tier else 0.0
+
+    @cached_property
+    def estimate(self) -> float | None:
+        """Tokens/s by formulas; None: not known."""
+        asked = self.asked
+        if asked is None or len(asked.gpus) < asked.num_workers:
+            return None
+        cases = (asked, *without_small_cards(asked))
+        step_s = min(estimated_step_s(asked.loaded.recipe, case) for case in cases)
+        tokens = asked.settings.num_microbatches * asked.settings.tokens_per_microbatch
+        return None if step_s == math.inf else tokens / step_s
+
+    def may_beat(self, other: _Trial) -> bool:
+        """Whether it may be faster by more than `SLOWER`, as far as the estimates tell."""
+        mine, others = self.estimate, other.estimate
+        return mine is None or others is None or (1 - SLOWER) * (1 + UNSURE) * mine > others
 
 
 def _leaves_memory(plan: Plan) -> bool:
@@ -195,13 +249,19 @@ def _with_speed(question: PlanRequest, change: Change) -> Change | None:
     if change.word is not None:
         return change
     plan = _planned(question, change)
-    return None if plan is None else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    return plan and replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
 
 
 def _planned(question: PlanRequest, change: Change) -> Plan | None:
     """The plan of a change; None where it does not fit."""
+    with suppress(RefusedError):
+        return _fitting_plan(_asked(question, change))
+    return None
+
+
+def _fitting_plan(question: PlanRequest) -> Plan | None:
     with suppress(RefusedError, ResourceError):
-        plan = best_plan(_asked(question, change))[1]
+        plan = best_plan(question)[1]
         return plan if plan.verdict.fits else None
     return None
 
@@ -252,6 +312,14 @@ def fits_coarsest(architecture: Architecture, settings: TrainingSettings, hardwa
     return judge_coarsest(case_of(architecture, settings, hardware)).fits
 
 
+def _fits(question: PlanRequest, architecture: Architecture, settings: TrainingSettings) -> bool:
+    """`fits_coarsest` on the question's devices, or where a plan may leave some out on those of most memory."""
+    machines = [question.hardware]
+    if not question.lists_devices:
+        machines += [fewer.hardware for fewer in without_small_cards(question)][-1:]
+    return any(fits_coarsest(architecture, settings, machine) for machine in machines)
+
+
 def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
     """The settings with other rows; a microbatch that is filled by tokens has fewer of them if they are longer."""
     changed = replace(settings, max_seq_length=tokens)
@@ -287,12 +355,12 @@ def _against_need(question: PlanRequest, precision: Change | None, *, from_disk:
         precision: of `best_precision`, the only one that is named alone.
         from_disk: frozen weights are read from the disk in every round; otherwise host memory holds them.
     """
-    architecture, hardware, recipe = question.architecture, question.hardware, question.loaded.recipe
+    architecture, recipe = question.architecture, question.loaded.recipe
     base = replace(_as_asked(question), weights_on_disk=False)
 
     def fits(settings: TrainingSettings) -> bool:
         on_disk = from_disk and settings.method == "lora"
-        return fits_coarsest(architecture, replace(settings, weights_on_disk=on_disk), hardware)
+        return _fits(question, architecture, replace(settings, weights_on_disk=on_disk))
 
     steps = list(_candidates(question))
     opening = AS_IS
@@ -473,7 +541,7 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
         (one for one in known if one is not None and one.parameters < own.parameters), key=lambda one: -one.parameters
     )
     for number, other in enumerate(smaller):
-        if is_large_for_cpu(hardware, other.parameters) or not fits_coarsest(other, least, hardware):
+        if is_large_for_cpu(hardware, other.parameters) or not _fits(question, other, least):
             continue
         change = Change((f"model={other.name}",), f"{format_count(other.parameters)} parameters", 5.0 + 0.1 * number)
         planned = _with_speed(question, change)
