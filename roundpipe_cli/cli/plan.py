@@ -146,6 +146,7 @@ def row_document(row: Combination) -> dict[str, Any]:
         "values": dict(row.values),
         "verdict": summary.word if summary is not None else "REFUSED",
         "reasons": list(summary.reasons) if summary is not None else [row.refused],
+        "rests_on": dict(summary.rests_on) if summary is not None else {},
         "device_bytes": None if verdict is None else verdict.device.total_bytes,
         "host_bytes": None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes),
         "step_s": None if running is None else running.step_s,
@@ -255,8 +256,11 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
     from roundpipe_cli.planning.what_if import summary_of
     from roundpipe_cli.train.run_length import run_length
 
-    verdict = answer.verdict
+    verdict, summary = answer.verdict, summary_of(answer)
     document: dict[str, Any] = {
+        "verdict": summary.word,
+        "verdict_reasons": list(summary.reasons),
+        "verdict_rests_on": dict(summary.rests_on),
         "fits": verdict.fits,
         "reasons": list(verdict.reasons),
         "workers": answer.question.num_workers,
@@ -281,7 +285,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         },
         "assumptions": _assumptions(answer, run_length(answer)),
     }
-    if summary_of(answer).word != "FITS":
+    if summary.word != "FITS":
         fitting = fitting_recipe(answer.question, found[-1] if found else None)
         document["remedies"] = [_change_document(change) for change in found]
         document["shipped_recipe"] = None if fitting is None else " ".join(fitting)

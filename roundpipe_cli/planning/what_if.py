@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
@@ -31,6 +31,8 @@ class Summary:
     word: Word
     reasons: tuple[str, ...] = ()
     """Why the plan is slow, or which memory is short by how much."""
+    rests_on: Mapping[str, str] = field(default_factory=dict)
+    """Assumed figures that the reasons name: the option of a machine that sets one -> the figure."""
 
 
 RATE_OF = {"links to the workers": "pcie_gb_per_s", "optimizer on the host": "host_memory_gb_per_s"}
@@ -41,12 +43,11 @@ def summary_of(plan: Plan) -> Summary:
     """FITS, DOES NOT FIT, or SLOW if the machine mostly waits. A reason names the assumed figures that it rests on."""
     hardware = plan.question.hardware
     if not plan.verdict.fits:
-        options = {"host memory": "host_memory_gib"}
-        reasons = plan.verdict.short_reasons
-        return Summary(
-            "DOES NOT FIT",
-            tuple(_resting(reason, hardware, options.get(reason.partition(":")[0], "")) for reason in reasons),
-        )
+        by_reason = {
+            reason: ("host_memory_gib",) if reason.startswith("host memory:") else ()
+            for reason in plan.verdict.short_reasons
+        }
+        return _resting("DOES NOT FIT", by_reason, hardware)
     rate = f"{plan.tokens_per_s:,.0f} tokens/s"
     question = plan.question
     if is_large_for_cpu(hardware, question.architecture.parameters):
@@ -54,18 +55,22 @@ def summary_of(plan: Plan) -> Summary:
         return Summary("SLOW", (f"a model of this size on the CPU: {rate}{needs}",))
     if question.reads_disk:
         reason = f"weights come from disk in every round: {rate}"
-        return Summary("SLOW", (_resting(reason, hardware, "disk_gb_per_s", "host_memory_gib"),))
+        return _resting("SLOW", {reason: ("disk_gb_per_s", "host_memory_gib")}, hardware)
     if plan.bubble_ratio > WAITING_SHARE:
         waits = f"workers wait {100 * plan.bubble_ratio:.0f} % of the time"
         reason = f"{waits}, most for the {plan.binds}: {rate}" if plan.binds != "arithmetic" else f"{waits}: {rate}"
-        return Summary("SLOW", (_resting(reason, hardware, RATE_OF.get(plan.binds, "")),))
+        return _resting("SLOW", {reason: filter(None, [RATE_OF.get(plan.binds)])}, hardware)
     return Summary("FITS")
 
 
-def _resting(reason: str, hardware: Hardware, *options: str) -> str:
-    """The reason, with those of the figures that are assumed, and how to set them."""
-    assumed = hardware.assumed
-    return "; ".join([reason, *(f"{assumed[option]}: set {option}=" for option in options if option in assumed)])
+def _resting(word: Word, by_reason: Mapping[str, Iterable[str]], hardware: Hardware) -> Summary:
+    """Each reason with those of its options' figures that are assumed, and how to set them."""
+    reasons, rests_on = list[str](), dict[str, str]()
+    for reason, options in by_reason.items():
+        assumed = {option: hardware.assumed[option] for option in options if option in hardware.assumed}
+        reasons.append("; ".join([reason, *(f"{figure}: set {option}=" for option, figure in assumed.items())]))
+        rests_on |= assumed
+    return Summary(word, tuple(reasons), rests_on)
 
 
 MAX_COMBINATIONS = 64

@@ -60,7 +60,8 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     answer = make_plan(load(recipe, *AUTO), "2x4090")
     document = json.loads(json.dumps(plan_document(answer, None)))
     assert list(document) == [
-        "fits", "reasons", "workers", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
+        "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "forward_stages",
+        "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
         "step_s", "arithmetic_s", "launches_s", "waiting_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.plan import comparison_lines, row_document, show_comparison
+from roundpipe_cli.cli.plan import comparison_lines, plan_document, row_document, show_comparison
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
@@ -94,7 +94,7 @@ def test_json_holds_the_rows(recipe: str, capsys: pytest.CaptureFixture[str]) ->
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["values"]["max_seq_length"] for row in rows] in (["32", "64"], ["64", "32"])
     assert set(rows[0]) == {
-        *("values", "verdict", "reasons", "device_bytes", "host_bytes", "step_s", "tokens_per_s"),
+        *("values", "verdict", "reasons", "rests_on", "device_bytes", "host_bytes", "step_s", "tokens_per_s"),
     }
     with pytest.raises(RefusedError, match="hardware is given twice"):
         compare_plans(recipe, ["hardware=1x4090,2x4090"], "1x4090", None, tell=quiet)
@@ -118,8 +118,12 @@ def test_a_verdict_names_the_assumed_figures_that_it_rests_on(
     """Story: SLOW by a disk of 1 GB/s, which only the notes below called assumed."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
     recipe, *overrides = words.split()
-    summary = summary_of(make_plan(load_recipe(recipe, overrides), machine))
+    plan = make_plan(load_recipe(recipe, overrides), machine)
+    summary, document = summary_of(plan), plan_document(plan, None)
     text = " ".join(summary.reasons)
+    assert (document["verdict"], document["verdict_reasons"]) == (word, list(summary.reasons))
+    assert document["verdict_rests_on"].keys() == rests_on.keys()
+    assert all(f"{figure}: set {option}=" in text for option, figure in document["verdict_rests_on"].items())
     assert summary.word == word and text.count("ASSUMED") == len(rests_on)
     for option, value in rests_on.items():
         assert re.search(rf"ASSUMED {value} G\w+(/s)?: set {option}=", text), text
