@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli.init_choice import choose_settings
+from roundpipe_cli.planning import solve
 from roundpipe_cli.planning.answers import Answers
-from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.predict import Plan, best_plan, make_plan
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_text
@@ -84,3 +86,22 @@ def test_every_command_takes_the_least_change(model: str, machine: str) -> None:
 
     row = machine_row(machine, MODELS[model])
     assert f"`roundpipe finetune {' '.join(filter(None, [MODELS[model], best]))}`" in row
+
+
+def test_a_card_that_holds_no_stage_is_left_out() -> None:
+    """Story: `init` refused this machine for its small card, which a plan in 8 or 4 bit leaves out."""
+    chosen = choose_settings("openai/gpt-oss-120b", "1x2060+1x3090,host_memory_gib=128", Path("recipe.yaml"))
+    assert chosen.overrides == ("load_in_4bit=true",)
+
+
+def test_only_what_can_win_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: each answer took three plans of a second, most of them of formats that formulas tell are slower."""
+    planned = list[str | None]()
+
+    def counted(question: PlanRequest) -> tuple[PlanRequest, Plan]:
+        planned.append(question.settings.packed_as)
+        return best_plan(question)
+
+    monkeypatch.setattr(solve, "best_plan", counted)
+    chosen = choose_settings("Qwen/Qwen3-30B-A3B", "4x3090,host_memory_gib=128", Path("recipe.yaml"))
+    assert chosen.overrides == () and planned == ["4bit"]
