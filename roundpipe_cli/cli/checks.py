@@ -106,7 +106,8 @@ def trainable_checks() -> Iterator[Check]:
     found = (
         f"of the {len(shipped_figures())} models in the tool's table, as `roundpipe init` writes recipes: {settings}"
     )
-    yield Check("largest, basis", "good", f"{found}; speeds are those of `roundpipe plan`")
+    speeds = "speeds are those of `roundpipe plan` for that recipe, and steps of more rows may be faster"
+    yield Check("largest, basis", "good", f"{found}; {speeds}")
 
 
 def largest_models(here: Hardware) -> Iterator[Check]:

@@ -578,7 +578,7 @@ def load_recipe_or_model(name: str, overrides: Sequence[str] = ()) -> LoadedReci
         looks_like_one = MODEL_NAME.fullmatch(name) and (name.startswith("package:") or not is_path)
         if isinstance(error, RecipeError) or not (is_model or looks_like_one):
             raise
-    notice = f"no recipe is called {name}: this is that model with default settings (`roundpipe init` writes them)"
+    notice = f"no recipe is called {name}: this is that model with default settings (`roundpipe init` chooses some)"
     text = f"model: {json.dumps(name)}\nmethod: lora\ndatasets: [{{path: rows.jsonl}}]\n"
     return _load(text.encode(), Path(f"{name.rpartition('/')[2]}.yaml"), [notice], overrides)
 
