@@ -226,8 +226,8 @@ class _Trial:
     def estimate(self) -> float | None:
         """Tokens/s by formulas; None: not known."""
         asked = self.asked
-        if asked is None or len(asked.gpus) < asked.num_workers:
-            return None
+        if asked is None or len(asked.gpus) < asked.num_workers or asked.reads_disk:
+            return None  # the formulas are for GPUs, and know no waiting for a disk
         cases = (asked, *without_small_cards(asked))
         step_s = min(estimated_step_s(asked.loaded.recipe, case) for case in cases)
         tokens = asked.settings.num_microbatches * asked.settings.tokens_per_microbatch
