@@ -183,7 +183,7 @@ def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
     settings = replace(_as_asked(question), weights_on_disk=False)
     trials = [_Trial(question, one, now) for one in _precisions(question)]
     held = [one for one in trials if _fits(question, question.architecture, one.change.apply(settings))]
-    for tier in product((False, True), repeat=2):
+    for tier in product((False, True), (False, True)):
         for trial in (tried := trials if tier[0] else held):
             own = (1 / (1 - SLOWER)) * trial.tokens_per_s(tier)
             rivals = (one for one in tried if own and one is not trial and one.may_beat(trial))
@@ -191,7 +191,11 @@ def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
                 change, plan = trial.change, trial.plan
                 if now is not None and plan is not None and plan.tokens_per_s < (1 - SLOWER) * now.tokens_per_s:
                     change, plan = AS_IS, now  # reading the disk is faster
-                return plan and replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+                return (
+                    None
+                    if plan is None
+                    else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+                )
     return None
 
 
@@ -249,7 +253,7 @@ def _with_speed(question: PlanRequest, change: Change) -> Change | None:
     if change.word is not None:
         return change
     plan = _planned(question, change)
-    return plan and replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    return None if plan is None else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
 
 
 def _planned(question: PlanRequest, change: Change) -> Plan | None:
