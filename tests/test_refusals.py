@@ -47,8 +47,9 @@ def test_every_refusal_is_named_by_its_words() -> None:
     golden = [*(ROOT / "tests/golden").glob("*.txt"), *(ROOT / "tests/golden_data").glob("*.json")]
     texts += [path.read_text(encoding="utf-8") for path in golden]
     tested = " ".join(re.sub(r"[\"\\]", " ", " ".join(texts)).split())
-    unnamed = []
-    for place, parts in refusals():
+    unnamed, found = [], list(refusals())
+    assert len(found) > 300
+    for place, parts in found:
         runs = [words for words in (part.split() for part in parts) if len(" ".join(words)) >= 8]
         most = min(NUM_WORDS, max(map(len, runs), default=0))
         phrases = [" ".join(words[at : at + most]) for words in runs for at in range(len(words) - most + 1)]

@@ -59,7 +59,9 @@ def test_a_gated_delta_rule_is_planned_as_attention_of_as_many_weights() -> None
 @pytest.mark.parametrize("by_libraries", [False, True], ids=["auto", "reference"])
 def test_dropout_is_counted(by_libraries: bool) -> None:
     """`plan` saw none of a block's launches for it."""
-    for one in compare("Qwen/Qwen3-8B", "lora", False, TOKENS, by_libraries=by_libraries, dropout=0.05):
+    found = compare("Qwen/Qwen3-8B", "lora", False, TOKENS, by_libraries=by_libraries, dropout=0.05)
+    assert found
+    for one in found:
         if not by_libraries:
             assert one.off() == []
         for work, launches in ((one.plan.forward, one.ledger.forward), (one.plan.backward, one.ledger.backward)):
@@ -73,7 +75,9 @@ def test_dropout_is_counted(by_libraries: bool) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *swept(["llama", "mistral"])])
 def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) -> None:
     """Times are predicted by it, for it explains the published runs: with transformers' and PEFT's own operators."""
-    for one in compare(FAMILIES[model_type], method, False, TOKENS, by_libraries=True):
+    found = compare(FAMILIES[model_type], method, False, TOKENS, by_libraries=True)
+    assert found
+    for one in found:
         assert one.plan.forward.library_bytes > one.plan.forward.traffic_bytes / 2
         for work, launches in ((one.plan.forward, one.ledger.forward), (one.plan.backward, one.ledger.backward)):
             moved = work.traffic_bytes + work.library_bytes

@@ -263,6 +263,7 @@ def test_kinds_of_work_have_their_share_of_a_lane(num_workers: int, width: int) 
         letters = slices(spans, 2 * width, seconds / width / 2, 2 * width)
         for kind in "FRB":
             time_s = sum(span.end_s - span.start_s for span in spans if span.kind == kind and span.lane == "compute")
+            assert time_s > 0
             assert abs(letters.count(kind) / 2 - width * time_s / seconds) <= 1, (worker, kind, letters)
 
 

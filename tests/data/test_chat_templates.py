@@ -271,11 +271,15 @@ def test_as_many_conversations_are_trained_as_were() -> None:
     assert {name: sum(isinstance(one, Rendered) for one in of_name) for name, of_name in made.items()} == NUM_TRAINED
 
 
+OF_PARTS = {"idefics3_training", "llava_next_training", "smolvlm_training"}
+"""Templates that take no text as content, only a list of parts: no conversation here is one of theirs."""
+
+
 @needs_trl
 @pytest.mark.parametrize("path", [path for path in PATHS if MARK.search(path.read_text())], ids=lambda path: path.stem)
 def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    tokenizer = tokenizer_for(text, with_specials=True)
+    tokenizer, num_compared = tokenizer_for(text, with_specials=True), 0
     for name in CONVERSATIONS:
         rendered = written(text, name, with_specials=True)
         expected = by_transformers(text, name, return_dict=True, return_assistant_tokens_mask=True)
@@ -285,3 +289,5 @@ def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None
         assert not isinstance(encoded, BadRowError)
         assert encoded.input_ids.tolist() == expected["input_ids"], name
         assert encoded.trained.astype(int).tolist() == expected["assistant_masks"], name
+        num_compared += 1
+    assert num_compared >= 5 or (path.stem in OF_PARTS and num_compared == 0)

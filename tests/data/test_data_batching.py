@@ -266,7 +266,9 @@ def test_packed_rows_of_150_tokens_fill_the_step_that_plan_counts() -> None:
     lengths = np.random.default_rng(1).integers(100, 200, 7473)
     packer = Packer(lengths, 2048, seed=0, shuffle=True)
     sampler = BatchSampler(RowMix([7473], [1.0], 0, shuffle=True), 1, 16, packer, grouping=Grouping(lengths, 4, 8192))
-    for _ in range(sampler.num_steps(1) - 1):
+    num_full = sampler.num_steps(1) - 1
+    assert num_full == 7473 * 149.5 // 32_768
+    for _ in range(num_full):
         step = sampler.next_step()
         assert len(step) == 4
         assert 0.95 * 32_768 < sum(int(lengths[list(rows)].sum()) for rows in flat(step)) <= 32_768

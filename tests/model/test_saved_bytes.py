@@ -65,7 +65,9 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", *swept(["llama", "qwen3_moe"])])
 def test_a_few_tokens_are_enough(model_type: str) -> None:
     rig = make_rig(model_type, "lora", **LONG, **window(model_type, 4096))
-    for one, other in zip(saved_bytes(rig, longest=33), saved_bytes(rig, longest=512), strict=True):
+    few, many = saved_bytes(rig, longest=33), saved_bytes(rig, longest=512)
+    assert len(few) == rig.num_layers - 2
+    for one, other in zip(few, many, strict=True):
         assert 0.95 <= one.of(1, 1000, 1000) / other.of(1, 1000, 1000) <= 1.1  # eight keys for a sink, beside 16
 
 
@@ -171,6 +173,7 @@ def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     settings = TrainingSettings(max_seq_length=512, method=method, dtype="float32", lora_r=4)
     for fused in (None, find_fused_ops(rig.skeleton, rig.split)):
         found = saved_bytes(rig, fused)
+        assert len(found) == len(architecture.blocks) > 0
         for index, block in enumerate(architecture.blocks):
             told = activation_bytes(architecture, block, replace(settings, fused=fused is not None))
             measured = found[index].of(1, 512, 512)

@@ -119,6 +119,7 @@ def test_products_have_the_weights_of_the_built_model(tmp_path: Path, model_type
     folder, _ = put_model(tmp_path, model_type)
     architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
     settings = TrainingSettings(64, method="full")
+    assert architecture.blocks
     for block in set(architecture.blocks):
         forward = block_work(architecture, block, settings).forward
         products = (forward.product_flops - forward.attention_flops) / (2 * settings.tokens_per_microbatch)
@@ -279,11 +280,12 @@ def test_a_configuration_without_a_figure_is_counted_or_refused(missing: str) ->
 @pytest.mark.sweep
 def test_every_type_is_planned_or_refused(tmp_path: Path) -> None:
     """By the configuration alone, and by the model that is built of it; never by an error of ours."""
-    planned = 0
+    planned = by_configuration = 0
     for model_type in causal_types():
         with contextlib.suppress(NoTinyConfigError, RefusedError):
             folder, _ = put_model(tmp_path, model_type)
             costs_of(built_architecture(counts_of(folder, "here"), name="here", source="a test"))
             planned += 1
             costs_of(parse_config(json.loads((folder / "config.json").read_text()), name="here", source="a test"))
-    assert planned > 150
+            by_configuration += 1
+    assert planned > 150 and by_configuration > 140

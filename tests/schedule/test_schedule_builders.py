@@ -85,7 +85,7 @@ def every_small_schedule(num_workers: int, num_microbatches: int):  # type: igno
 
 @pytest.mark.parametrize("num_workers", [5, *swept([1, 2, 3, 4, 6])])
 def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers: int) -> None:
-    costs = equal_costs(13)
+    costs, built = equal_costs(13), set()
     for num_microbatches in range(1, 13):
         for name, stages in every_small_schedule(num_workers, num_microbatches):
             schedule = build_schedule(
@@ -93,6 +93,8 @@ def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers
             )
             validate_schedule(schedule)
             assert parse_rows(str(schedule)) == schedule.actions
+            built.add(name)
+    assert built == {"roundpipe", *BOUND_SCHEDULES}
 
 
 def test_names_in_other_spellings() -> None:

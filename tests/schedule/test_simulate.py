@@ -255,6 +255,7 @@ def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_mi
     )
     for name, torch_name in (("interleaved_1f1b", "ScheduleInterleaved1F1B"), ("looped_bfs", "ScheduleLoopedBFS")):
         ours = build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(num_microbatches))
+        assert len(ours.actions) == num_workers
         for rank, row in enumerate(ours.actions):
             order = getattr(schedules, torch_name)._calculate_single_rank_operations(theirs, rank)
             expected = [(op.computation_type.value, op.stage_index, op.microbatch_index) for op in order if op]
