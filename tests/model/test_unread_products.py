@@ -133,7 +133,8 @@ class _CountingBackend(CpuBackend):
     ("options", "blocks_left_out"), [({}, 2), ({"keep_inputs": True}, 3), ({"recompute": "layer"}, 3)]
 )
 def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
-    """Stages of one and of two blocks: their ends only, or every block where its input is read again."""
+    """Stages of one and of two blocks: their ends only, or every block where its input is read again
+    (`skip_last_projection: true`)."""
     rig = make_rig("llama", "lora")
     unread = Probe(rig.skeleton, rig.split, rig.store).find_unread_products()
     nums = []

@@ -77,6 +77,7 @@ def test_round_trip_of_every_dtype_and_shape(tmp_path: Path) -> None:
 
 
 def test_retention_is_by_step_whatever_the_clock_says(tmp_path: Path) -> None:
+    """`save_total_limit` of them."""
     for keep in (2, 3, 5):
         folder = tmp_path / str(keep)
         folder.mkdir()

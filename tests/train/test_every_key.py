@@ -1,18 +1,20 @@
 """Every key of a recipe, changed from its default, changes what a run is made of; or a test named here holds it.
 
 What a run is made of: its plan, what the data room is asked for, its learning rates, its trained tensors, what an
-update makes of them, and the options of its engine. Nothing is trained.
+update makes of them, and the options of its engine. Nothing is trained. That a key's value is right is the part of
+another test, which is named here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from roundpipe_cli.cli.plan import plan_document
 from roundpipe_cli.engine.parity import Proof
@@ -59,7 +61,9 @@ def plan_of(*overrides: str) -> Any:
 
 
 def data_of(*overrides: str) -> Any:
-    return data_settings(load_recipe("recipe.yaml", overrides), offline=True)
+    found = asdict(data_settings(load_recipe("recipe.yaml", overrides), offline=True))
+    (dataset,) = found.pop("datasets")
+    return found | dataset.pop("rules") | dataset
 
 
 def rates_of(*overrides: str) -> Any:
@@ -103,19 +107,18 @@ def engine_of(*overrides: str) -> Any:
     """The options and devices of the engine that a run would build."""
     recipe = load_recipe("recipe.yaml", overrides).recipe
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "Engine", lambda *given, options: (options, [vars(backend) for backend in given[3]]))
+        patch.setattr(build, "Engine", lambda *given, options: (vars(options), [vars(one) for one in given[3]]))
         setup = prepared(*(words for words in overrides if words.startswith("kernels")))
         found: Any = build.make_engine(replace(setup, recipe=recipe))
     options, backends = found
-    return str(options), str(
-        [{name: value for name, value in one.items() if isinstance(value, int)} for one in backends]
-    )
+    own = {name: value for name, value in backends[0].items() if isinstance(value, int)}
+    return options | own | {"fused": str(options["fused"])}
 
 
 def loss_of(*overrides: str) -> Any:
     """The loss of preference pairs."""
-    recipe = load_recipe("recipe.yaml", overrides).recipe
-    return preference._loss(recipe)
+    loss, factor = preference._loss(load_recipe("recipe.yaml", overrides).recipe)
+    return {**asdict(loss), "factor": factor}
 
 
 FULL, DPO, SIMPO, ORPO = "method=full", "objective=dpo", "objective=simpo", "objective=orpo"
@@ -208,15 +211,86 @@ HELD = {
     "nodes.shard_optimizer": "train/test_nodes.py::test_a_shared_out_optimizer_gives_the_same_bits",
 }
 """Key -> the test of what it does in a run."""
+RIGHT = {
+    "train/test_training_options.py::test_equal_to_the_libraries": "model method label_smoothing_factor "
+    "frozen_parameters optim adam_beta1 adam_beta2 adam_epsilon sgd_momentum weight_decay lora.target_modules "
+    "lora.modules_to_save lora.use_rslora lora.use_dora lora.loraplus_lr_ratio lora.r lora.alpha",
+    "train/test_training_options.py::test_rates_are_those_of_the_formulas": "learning_rate lr_scheduler_type "
+    "lr_scheduler_kwargs warmup_steps",
+    "train/test_training_options.py::test_how_an_adapter_starts": "lora.init",
+    "train/test_preference.py::test_loss_and_gradients_are_those_of_the_papers_equations": "objective dpo.beta "
+    "ipo.beta dpo.label_smoothing orpo.beta simpo.beta simpo.simpo_gamma simpo.label_smoothing simpo.cpo_alpha",
+    "train/test_finetune_result.py::test_one_rule_adapts_experts_and_never_a_router": "lora.expert_r",
+    "engine/test_parity.py::test_a_step_agrees_with_dropout": "lora.dropout",
+    "engine/test_parity.py::test_a_step_agrees_with_plain_pytorch": "kernels",
+    "engine/test_parity.py::test_a_step_agrees_with_logits_of_one_token_at_a_time": "head_chunk_tokens",
+    "model/test_dropout.py::test_distributions": "neftune_noise_alpha",
+    "train/test_new_tokens.py::test_loss_and_gradients_are_those_of_the_libraries": "add_tokens",
+    "model/test_packed_weights.py::test_packing_is_that_of_bitsandbytes": "load_in_4bit load_in_8bit",
+    "model/test_packed_weights.py::test_codes_are_the_nearest_and_scales_those_of_the_rows": "load_in_fp8",
+    "train/test_optimizer.py::test_sixteen_bit_weights_are_the_rounded_masters": "dtype",
+    "data/test_data_batching.py::test_order_is_fixed_for_ever": "seed shuffle",
+    "data/test_packing.py::test_packed_and_unpacked_steps_are_equal_through_the_engine": "packing",
+    "train/test_row_groups.py::test_any_microbatches_keep_rows_and_loss": "micro_batch_size "
+    "gradient_accumulation_steps micro_batch_tokens",
+    "data/test_data_dataset.py::test_long_rows": "max_seq_length long_rows",
+    "data/test_data_dataset.py::test_split_texts_lose_nothing": "long_rows_overlap",
+    "data/test_data_dataset.py::test_plain_layout_without_a_template": "train_on_inputs",
+    "data/test_data_dataset.py::test_bad_rows_are_named_by_line_field_and_expectation": "on_bad_row",
+    "data/test_data_dataset.py::test_variables_of_the_template": "chat_template_kwargs",
+    "data/test_data_golden.py::test_tokens_and_labels_are_the_golden_ones": "chat_template datasets[].path "
+    "datasets[].type",
+    "data/test_data_sources.py::test_a_folder_has_the_splits_that_its_names_say": "datasets[].name datasets[].split",
+    "data/test_data_columns.py::test_columns_of_the_recipe_are_used": "datasets[].columns",
+    "data/test_data_rules.py::test_rules_of_a_chat": "datasets[].roles_to_train datasets[].turns_to_train "
+    "datasets[].train_on_eos datasets[].thoughts",
+    "data/test_data_rules.py::test_alpaca_rows_are_joined_as_the_tool_joins_them": "datasets[].as_chat "
+    "datasets[].alpaca_join",
+    "data/test_data_rules.py::test_rows_of_a_text_file": "datasets[].txt_rows",
+    "train/test_checkpoint_store.py::test_retention_is_by_step_whatever_the_clock_says": "save_total_limit",
+    "engine/test_host_pages.py::test_a_run_on_mapped_weights_gives_the_same_numbers": "weights",
+    "engine/test_simulated_device.py::test_torch_adds_up_in_order_only_where_a_recipe_says_so": "deterministic",
+    "engine/test_simulated_device.py::test_what_a_run_changes_of_torch": "float16_accumulation",
+    "model/test_unread_products.py::test_chunks_agree_with_plain_pytorch": "mlp_chunk_tokens",
+    "model/test_unread_products.py::test_it_is_left_out": "pipeline.skip_last_projection",
+    "engine/test_engine_failure.py::test_a_hang_is_ended_by_the_watchdog": "watchdog_s",
+    "schedule/test_schedule_builders.py::test_grids": "pipeline.schedule pipeline.forward_stages "
+    "pipeline.backward_stages",
+    "schedule/test_schedule_builders.py::test_the_heads_microbatches_spread_over_the_workers": "pipeline.head_workers",
+    "schedule/test_schedule_builders.py::test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first": ""
+    "pipeline.dispatch",
+    "engine/test_sequence_chunks.py::test_gradients_are_those_of_the_whole_sequence": "pipeline.sequence_chunks",
+    "engine/test_engine_bits.py::test_rounds_and_recompute": "pipeline.recompute",
+    "schedule/test_simulate.py::test_recompute_without_the_last_projection_and_kept_activations": ""
+    "pipeline.keep_activations",
+    "engine/test_weight_cache.py::test_uploads_fall_to_what_does_not_fit": "pipeline.weight_cache",
+}
+"""The test that compares values with a library, a sum made by hand or a golden file -> their keys."""
+UNCOMPARED = {"pipeline.threads_per_worker"}
+"""Changed keys without such a test: torch's own threads compute, with other last bits."""
+OTHER_NAMES = {
+    **{"label_smoothing_factor": "label_smoothing", "simpo.cpo_alpha": "factor"},
+    **{"pipeline.threads_per_worker": "_num_threads", "pipeline.keep_activations": "keep_blocks"},
+    "pipeline.weight_cache": "weight_cache_bytes",
+}
+"""Key -> the setting of loss, data or engine that it is given as; the others keep their names."""
+CHOOSES_MODULES = {"kernels", "mlp_chunk_tokens", "pipeline.skip_last_projection"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
 def test_a_changed_key_changes_what_a_run_is_made_of(case: tuple[Any, ...]) -> None:
+    """Of loss, data and engine it changes one setting, to its own value."""
     observe, changed, *base = case
-    if changed.startswith("datasets[]."):
-        key, _, value = changed.removeprefix("datasets[].").partition("=")
-        changed = f"datasets=[{{{'' if key == 'path' else 'path: rows.jsonl, '}{key}: {value}}}]"
-    assert observe(*base, changed) != observe(*base)
+    key, _, value = changed.partition("=")
+    name = key.rpartition(".")[2]
+    if key.startswith("datasets[]."):
+        changed = f"datasets=[{{{'' if name == 'path' else 'path: rows.jsonl, '}{name}: {value}}}]"
+    before, after = observe(*base), observe(*base, changed)
+    assert before != after
+    if observe in (loss_of, data_of, engine_of) and key not in CHOOSES_MODULES:
+        (found,) = ((name, after[name]) for name in after if after[name] != before[name])
+        wanted = yaml.safe_load(value)
+        assert found == (OTHER_NAMES.get(key, name), tuple(wanted) if isinstance(wanted, list) else wanted)
 
 
 def test_every_key_is_changed_or_held_by_a_named_test() -> None:
@@ -225,7 +299,9 @@ def test_every_key_is_changed_or_held_by_a_named_test() -> None:
     keys = {key.removeprefix("eval_") if key.startswith("eval_datasets") else key for key in keys}
     changed = {case[1].partition("=")[0] for case in CASES}
     assert not changed & HELD.keys() and {*changed, *HELD} == keys
-    for key, place in HELD.items():
+    right = [(key, place) for place, words in RIGHT.items() for key in words.split()]
+    assert sorted([*UNCOMPARED, *(key for key, _ in right)]) == sorted(changed)
+    for key, place in (*HELD.items(), *right):
         file, _, name = place.partition("::")
         text = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
         assert f"def {name}(" in text and key.rpartition(".")[2] in text, place

@@ -7,6 +7,7 @@ and schedule. All it takes from the run are the random A matrices; every other s
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -439,6 +440,23 @@ def test_every_step_of_a_schedule_is_in_bounds(name: str, settings: dict[str, An
         check_rates("warmup_stable_decay", {"num_decay_steps": 3, "min_lr_ratio": 1.5}, 7_654_321, warmup=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "after_warmup"),
+    [
+        ("constant", {}, lambda left: 1.0),
+        ("linear", {}, lambda left: left),
+        ("cosine", {}, lambda left: (1 - math.cos(math.pi * left)) / 2),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, lambda left: 0.1 + 0.9 * (1 - math.cos(math.pi * left)) / 2),
+    ],
+)
+def test_rates_are_those_of_the_formulas(name: str, settings: Any, after_warmup: Callable[[float], float]) -> None:
+    """After a fifth of twelve steps, rounded up."""
+    keys: dict[str, Any] = {"lr_scheduler_type": name, "lr_scheduler_kwargs": settings, "learning_rate": 0.5}
+    rate = rate_schedule_of(Recipe(model="m", datasets=(), output_dir="o", warmup_steps=0.2, **keys), 12)
+    rates = [0.5 * (step / 3 if step < 3 else after_warmup((12 - step) / 9)) for step in range(12)]
+    assert [rate(step) for step in range(12)] == pytest.approx(rates)
+
+
 @pytest.mark.parametrize("num_steps", [1, 100, 3_000_000])
 @pytest.mark.parametrize("name", RATE_SCHEDULES)
 def test_schedules_with_usual_settings_stay_in_bounds(name: str, num_steps: int) -> None:
@@ -505,6 +523,7 @@ def test_saved_and_loaded_state_goes_on_to_the_bit(name: str, dtype: torch.dtype
     after = HostOptimizer(second.store, RULES[name])
     after.load({key: tensor.clone() for key, tensor in before.moments()}, before.num_updates)
     updates(second.store, after, range(3, 6))
+    assert whole.store.trainable_names and bool([*uncut.moments()]) is (name != "sgd")
     for parameter in whole.store.trainable_names:
         assert torch.equal(second.store.master(parameter), whole.store.master(parameter)), parameter
         assert torch.equal(second.store.views[parameter], whole.store.views[parameter]), parameter
@@ -520,6 +539,7 @@ def test_updates_in_parts_are_those_of_whole_tensors(name: str, monkeypatch: pyt
     if name != "adamw_bf16":  # its noise depends on the blocks of a sweep
         monkeypatch.setattr(optimizer, "BLOCK_ELEMENTS", 96)
     updates(parts.store, HostOptimizer(parts.store, RULES[name]), range(2))
+    assert whole.store.trainable_names
     for parameter in whole.store.trainable_names:
         assert torch.equal(parts.store.master(parameter), whole.store.master(parameter)), parameter
 
