@@ -316,6 +316,8 @@ def test_a_model_answers_on_the_gpu_that_has_most_room(free_gib: list[float], ex
         ("import time; time.sleep(60)", "did nothing for"),
         ("raise SystemExit('no such architecture')", "no such architecture"),
         ("import sys; print('step\\n' * 9); sys.stderr.write('no such tensor'); sys.exit(1)", "no such tensor"),
+        ("import sys; open(sys.argv[3], 'w').close(); sys.exit('half a file')", "half a file"),
+        ("", "exit code 0"),
     ],
 )
 def test_a_converter_that_does_not_end_well_is_one_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -75,6 +76,8 @@ def test_the_table_is_cut_to_the_terminal_and_the_page_has_every_curve(
     curves, points = page.count("<polyline"), page.count("<circle")
     assert (curves, points) == (3, 1 + 4), "a loss of a single step and each run's one evaluation are points"
     assert "learning_rate" in page and "<script" not in page
+    legend, drawn = re.findall(r"background: hsl\((\d+) ", page), re.findall(r"\.r\d \{ stroke: hsl\((\d+) ", page)
+    assert len(set(legend)) == 5 and legend == drawn[:5], "a run's name has the colour of its curve"
 
 
 @pytest.mark.parametrize(("where", "why"), [("nowhere", "no such folder"), ("outputs/empty", "no run here")])
@@ -102,5 +105,10 @@ def test_a_loss_that_is_not_finite_is_no_figure_of_an_earlier_step(folder: Path,
     last = json.loads(metrics.read_text().splitlines()[-1])
     with metrics.open("a") as file:
         file.write(json.dumps({**last, "step": last["step"] + 1, "loss": None}) + "\n")
-    (row,) = json.loads(said("runs", str(tmp_path), "--json")[0])["runs"]
-    assert (row["steps"], row["loss"]) == (last["step"] + 1, None)
+    with (tmp_path / "one" / "eval.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in ((7, 0.25), (8, 9.5)))
+    (tmp_path / "one").rename(tmp_path / "r10")
+    shutil.copytree(folder / "outputs" / "one", tmp_path / "r9")
+    other, row = json.loads(said("runs", str(tmp_path), "--json")[0])["runs"]
+    assert Path(other["folder"]).name == "r9" and Path(row["folder"]).name == "r10", "by number"
+    assert (row["steps"], row["loss"], row["best_evaluation"]) == (last["step"] + 1, None, 0.25)

@@ -4,6 +4,7 @@ browser draws them: nothing clipped, enough contrast, narrow and wide, light and
 from __future__ import annotations
 
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from roundpipe_cli.dashboard.demo import demo_events, shared_picture
 from roundpipe_cli.dashboard.html import page
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Span
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from scripts import page_check
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
@@ -27,12 +29,16 @@ def texts_of(picture: str) -> list[str]:
 
 
 def test_a_picture_of_a_run_says_what_it_is_without_its_page() -> None:
-    shown = texts_of(shared_picture(fold_all(recorded_run(4)), where="outputs/a"))
+    state = fold_all(recorded_run(4))
+    shown = texts_of(shared_picture(state, where="outputs/a"))
     assert shown[0] == "Qwen3-8B lora bfloat16 on 4xcuda, 2,158 tokens/s"
     assert shown[1] == "measured by roundpipe on 2027-01-15, step 40 of 100"
     assert f"GPUs {100 * (1 - bubble_ratio(recorded_step(4))):.0f} % busy" in shown
     assert "one step: 7.59 s, loss 1.1304, bubble 5.7 %" in shown
     assert "workers" in " ".join(texts_of(shared_picture(fold_all(recorded_run(2, gpu=False)), where="a")))
+    assert state.timeline is not None and "host" not in shown
+    spans = (*state.timeline.spans, Span(-1, "host", "O", 0, -1, 1.0, 2.0))
+    assert "host" in texts_of(shared_picture(replace(state, timeline=replace(state.timeline, spans=spans)), where="a"))
 
 
 def test_a_simulated_picture_says_so_inside_the_image() -> None:

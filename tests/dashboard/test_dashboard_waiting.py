@@ -85,6 +85,15 @@ def work(kind: str, stage: int, start_s: float, end_s: float, *, worker: int = 0
             (work("F", 0, 0, 1, worker=1), Span(0, "up", "F", 1, 0, 1.0, 2.5), work("F", 1, 3, 4)),
             {"boundary": 2.5, "launch": 0.5},
         ),
+        # an update that ended within another one takes nothing from that
+        (
+            (
+                work("F", 0, 0, 1, worker=1),
+                *(Span(0, "host", "O", n, -1, n, 4 - n) for n in (0, 1)),
+                work("F", 1, 4.5, 6),
+            ),
+            {"boundary": 1.0, "update": 3.0, "launch": 0.5},
+        ),
         # a single worker waits for nobody else
         ((work("F", 0, 0, 1), work("F", 1, 1.5, 3), work("R", 0, 3, 4), work("B", 0, 4, 6)), {"launch": 0.5}),
     ],
@@ -141,12 +150,15 @@ def test_causes_sum_to_the_idle_time(num_workers: int) -> None:
 
 def test_help_says_why_the_worker_that_waited_most_waited() -> None:
     state = fold_all(recorded_run(8))
+    whole = [line.plain for line in help_screen(state, 0.0, 60, 99, Theme(), KEYS)[:-1]]
+    num_cut = len("\n".join(line.strip() for line in whole).rstrip().splitlines()) - 14
     for width, height in ((60, 15), (80, 24), (200, 60)):
         lines = help_screen(state, 0.0, width, height, Theme(), KEYS)
         assert [line.cell_len for line in lines] == [width] * height
         text = " ".join(" ".join(line.plain for line in lines).split())
         assert "worker 2 waited" in text and "of step 40 (26 %): " in text and "? back" in text
-        assert ("more on a higher terminal" in text) == (height == 15), "what was cut is missed by nobody otherwise"
+        told = f"{num_cut} lines more on a higher terminal" in text
+        assert told == (height == 15), "what was cut is missed by nobody otherwise"
     assert "no step is finished yet" in help_screen(DashboardState(), 0.0, 80, 24, Theme(), KEYS)[3].plain
     assert "worker 2 waited" in page(recorded_run(8), {}, ""), "the page says it too"
 

@@ -442,7 +442,7 @@ def test_endless_values_are_no_bug(tmp_path: Path, line: str, code: int, expecte
     """Story: fuzzing found a number of 5,000 digits, and a folder's name of 1,000 letters, called a bug of ours."""
     text = f"model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: one\n{line}\n"
     (tmp_path / "a.yaml").write_text(text)
-    assert expected in said("convert", str(tmp_path / "a.yaml"), "--from", "llama-factory", code=code)[1]
+    assert expected in said("convert", str(tmp_path / "a.yaml"), "--from", "LLaMA_Factory", code=code)[1]
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli.lines import LinePrinter, step_line
+from roundpipe_cli.dashboard.state import fetching_line
 from roundpipe_cli.events import (
     EvaluationFinished,
+    Fetching,
     Notice,
     Phase,
     RunFinished,
@@ -53,8 +55,8 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 def test_a_step_is_one_line_of_a_terminal() -> None:
     """With the epoch, and the time of day of the end; on a narrow terminal what says least is left out."""
-    short = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4)
-    whole = "step 12/20  epoch 0.60  loss 1.2346  grad 0.46  lr 9.5e-04  123 tok/s  bubble 12%  eta 8 s at 08:00"
+    short = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=3608.4)
+    whole = "step 12/20  epoch 0.60  loss 1.2346  grad 0.46  lr 9.5e-04  123 tok/s  bubble 12%  eta 1h00m at 09:00"
     assert step_line(short, NOW_S) == step_line(short, NOW_S, 200) == whole
     for width in (60, 80, 100):
         large, margin = replace(STEP, grad_norm=123456.0, eta_s=2e6), replace(STEP, preference={"reward_margin": 0.1})
@@ -79,11 +81,20 @@ def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[st
 def test_steps_as_json_are_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     printer = LinePrinter(logging_steps=1, as_json=True)
     printer(replace(STEP, step=3, grad_norm=float("inf")))
-    printer(EvaluationFinished(3, 12, 1.5, 4.5, 100, 0.5, True))
+    printer(EvaluationFinished(3, 12, 1.5, 4.5, 100, 0.5, True, samples=(("?" * 300 + "!", "Yes" + "." * 300),)))
     out, err = capsys.readouterr()
     row = json.loads(out)
     assert (row["step"], row["grad_norm"], float.fromhex(row["loss_hex"])) == (3, None, row["loss"])
     assert "perplexity 4.5" in err
+    assert f"sample: {'?' * 199 + '!'!r} -> {'Yes' + '.' * 197!r}" in err, (
+        "the prompt's end, and the answer's beginning"
+    )
+
+
+def test_a_download_says_what_is_left() -> None:
+    part = Fetching(3, 12, 2**30, 4 * 2**30, 2.0**26)
+    assert fetching_line(part) == "downloading: 3 of 12 files, 1 GiB of 4 GiB, 64 MiB/s, 48 s left"
+    assert fetching_line(replace(part, bytes_per_s=0.0)) == "downloading: 3 of 12 files, 1 GiB of 4 GiB"
 
 
 def test_a_name_cannot_steer_the_terminal(folder: Path) -> None:
