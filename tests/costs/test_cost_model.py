@@ -195,6 +195,8 @@ def test_unknown_hub_id_offline_names_the_nearest(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     with pytest.raises(RefusedError, match=r"did you mean Qwen/Qwen3-32B"):
         find_architecture("Qwen/Qwen3-33B")
+    with pytest.raises(RefusedError, match="HF_HUB_OFFLINE is set"):  # the shipped figures are of no named revision
+        find_architecture("Qwen/Qwen3-32B", revision="v2")
     sibling = find_architecture("meta-llama/Llama-3.1-8B-Instruct")
     assert sibling.parameters == 8030261248
     assert "Llama-3.1-8B)" in sibling.source

@@ -106,7 +106,7 @@ def test_a_thought_and_its_answer_in_one_json_text_are_refused() -> None:
     assert "cannot tell the assistant's thoughts" in refused(
         template, [ASKED, said("12", thought="Hm.")], thoughts="mask"
     )
-    assert "cannot tell" in refused(template, [ASKED, said("<think>Hm.</think>12")], thoughts="mask")
+    assert "both in one text in turn 2" in refused(template, [ASKED, said("<think>Hm.</think>12")], thoughts="mask")
 
 
 OPENS = PLAIN.replace("'<|a|>' }}{%- endif %}", "'<|a|><think>\\n' }}{%- endif %}")

@@ -413,6 +413,7 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
         ({"prompt": "Hi", "chosen": "Yo", "rejected": ""}, "`rejected` is empty"),
         ({"prompt": "Hi", "chosen": "Yo"}, "`rejected` is missing"),
         ({"chosen": CHAT, "rejected": [{**USER, "content": "Other"}, NO]}, "is no answer to the prompt"),
+        ({"chosen": CHAT, "rejected": [USER, NO, USER]}, "is no answer to the prompt"),
         ({"prompt": "Other", "chosen": CHAT, "rejected": [USER, NO]}, "does not follow on the prompt"),
         ({"messages": CHAT, "chosen": YO, "rejected": NO}, "does not follow on the prompt"),
         (

@@ -59,6 +59,8 @@ def test_json_has_everything(here: Path) -> None:
     document = json.loads(said("data", "recipe.yaml", "--json")[0])
     assert document["rows"] == {"read": 5, "kept": 3, "bad": 1, "too_long": 2, "truncated": 2, "untrained": 1}
     assert document["packing"]["sequences"] == 2
+    trained = sum(sum(label != -100 for label in sample["labels"]) for sample in document["samples"])
+    assert document["tokens"] == {"total": 190, "trained": trained, "lost": 362, "trained_share": trained / 190}
     assert sum(entry["rows"] for entry in document["lengths"]["histogram"]) == 3
     first = document["samples"][0]
     assert (first["kind"], first["where"]) == ("first", "rows.jsonl:1")

@@ -162,7 +162,7 @@ CALLERS: dict[str, tuple[list[dict[str, Any]], Any]] = {
             ),
             *({**RESULT, "tool_calls": ""}, {**TWO, "tool_calls": "[]"}),
         ],
-        [json.dumps(TOOL)],
+        ["\n" + json.dumps(TOOL)],
     ),
 }
 """Messages and tools."""

@@ -103,10 +103,12 @@ def test_a_run_takes_it_once_its_stages_are_settled(rig: Rig) -> None:
     assert all(kept < usual for kept, usual in uploads[2:]), "only what is trained, and hidden states"
 
 
-def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
+def test_it_waits_for_the_stages_that_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the profile's steps, nor after a short step; from then on a short step has the same stages."""
     planner = AdaptivePlanner(gpu_costs(rig, 10**9), 2, PipelineConfig())
     cache = AutoCache(planner, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
+    schedule, asked = planner.schedule, set[int]()
+    monkeypatch.setattr(planner, "schedule", lambda count: (asked.add(count), schedule(count))[1])
 
     def step(engine: Engine, sizes: list[tuple[int, int]]) -> None:
         result = engine.run_step(random_microbatches(sizes), planner.schedule(len(sizes)), step=0)
@@ -124,6 +126,7 @@ def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
         usual, short = planner.schedule(len(SIZES)), planner.schedule(1)
         assert (short.forward_stages, short.backward_stages) == (usual.forward_stages, usual.backward_stages)
         step(engine, SIZES[:1])
+    assert asked == {1, len(SIZES)}, "what stays is planned for as many microbatches as the step has"
 
 
 def test_what_the_allocator_holds_is_not_spare(rig: Rig) -> None:
