@@ -24,6 +24,7 @@ from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import held_out_positions, hold_out
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import EvaluationFinished, Event
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_best, list_checkpoints
@@ -286,6 +287,23 @@ def test_patience_counts_evaluations_since_the_best(
     checkpoint = load_newest(whole.output_dir, whole.output_dir / "step-00000002")
     again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint)
     assert evaluated(monkeypatch, again, losses) == want
+
+
+def test_best_weights_stay_until_the_checkpoint_that_names_them_is_replaced(
+    tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that checkpoint is still being written, and in no list: its state is asked before each evaluation."""
+    found = []
+
+    def tell(event: Event) -> None:
+        if isinstance(event, EvaluationFinished):
+            found.append([step for step, _ in list_best(tmp_path / "work" / "out")])
+
+    words = ("val_set_size=3", "eval_steps=1", "load_best_model_at_end=true", "max_steps=3")
+    trainer = trainer_of(tmp_path / "work", two_blocks, *words, tell=tell)
+    monkeypatch.setattr(Evaluator, "_loss", lambda self, done: (len(self.state()) / done, 7, None))
+    run(trainer)
+    assert found == [[1], [2, 1], [3, 2]]
 
 
 def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:

@@ -305,3 +305,12 @@ def test_every_key_is_changed_or_held_by_a_named_test() -> None:
         file, _, name = place.partition("::")
         text = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
         assert f"def {name}(" in text and key.rpartition(".")[2] in text, place
+
+
+def test_values_that_stand_for_another_setting() -> None:
+    assert engine_of("watchdog_s=0")["watchdog_s"] is None
+    assert (
+        engine_of("pipeline.recompute=none")["keep_blocks"]
+        == engine_of("pipeline.keep_activations=9")["keep_blocks"]
+        == 2
+    )
