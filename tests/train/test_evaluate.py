@@ -368,6 +368,7 @@ def test_samples_are_the_greedy_answers_of_generate(whole: tuple[Path, Outcome])
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     plain = PeftModel.from_pretrained(base, folder / "out").eval()
     assert len(samples) == 2 and done.err.count("sample: ") == 2 * 2
+    assert all(sample["prompt"].endswith("</s>[assistant] ") for sample in samples), "up to the first trained token"
     for sample in samples:
         ids = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
         output = plain.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
