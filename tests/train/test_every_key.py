@@ -136,7 +136,7 @@ CHANGED: dict[Any, list[str | tuple[str, ...]]] = {
         *(("float16_accumulation=true", "dtype=float16"), "pipeline.schedule=gpipe"),
         ("pipeline.forward_stages=[[0,0],[1,1]]", *STAGES),
         ("pipeline.backward_stages=[[2,3],[1,1],[0,0]]", *STAGES),
-        ("pipeline.head_workers=2", "pipeline.weight_cache=0"),
+        ("pipeline.head_workers=2", "pipeline.weight_cache=0", "micro_batch_tokens=2048"),
         ("pipeline.dispatch=earliest_free", "pipeline.weight_cache=0"),
         ("pipeline.sequence_chunks=4", "packing=false", "micro_batch_tokens=null"),
     ],
@@ -247,6 +247,7 @@ RIGHT = {
     "data/test_data_rules.py::test_alpaca_rows_are_joined_as_the_tool_joins_them": "datasets[].as_chat "
     "datasets[].alpaca_join",
     "data/test_data_rules.py::test_rows_of_a_text_file": "datasets[].txt_rows",
+    "data/test_data_sources.py::test_a_text_in_any_encoding_is_read_as_it_was_written": "datasets[].encoding",
     "train/test_checkpoint_store.py::test_retention_is_by_step_whatever_the_clock_says": "save_total_limit",
     "engine/test_host_pages.py::test_a_run_on_mapped_weights_gives_the_same_numbers": "weights",
     "engine/test_simulated_device.py::test_torch_adds_up_in_order_only_where_a_recipe_says_so": "deterministic",
