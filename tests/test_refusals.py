@@ -67,6 +67,7 @@ COSTS: dict[str, dict[str, Any]] = {
     "not a name": {"layers": [LAYER], "name": 3},
     "layers[0]: not a name": {"layers": [{**LAYER, "name": 3}]},
     "not a list of speeds": {"layers": [LAYER], "worker_speed": 3},
+    "a list of speeds": {"layers": [LAYER], "worker_speed": []},
     "forward_s, backward_s missing": {"layers": [{"name": "block"}]},
 }
 

@@ -410,7 +410,7 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
     ("row", "what"),
     [
         ({"chosen": "Yo", "rejected": "No"}, "the pair has no prompt"),
-        ({"prompt": "Hi", "chosen": "Yo", "rejected": ""}, "`rejected` is empty"),
+        ({"prompt": "Hi", "chosen": "Yo", "rejected": " \n"}, "`rejected` is empty"),
         ({"prompt": "Hi", "chosen": "Yo"}, "`rejected` is missing"),
         ({"chosen": CHAT, "rejected": [{**USER, "content": "Other"}, NO]}, "is no answer to the prompt"),
         ({"chosen": CHAT, "rejected": [USER, NO, USER]}, "is no answer to the prompt"),
