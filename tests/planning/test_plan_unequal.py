@@ -96,7 +96,7 @@ def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
     assert answer.step_s == pytest.approx(make_plan(loaded, "2x3090").step_s)
 
 
-SMALL_CARDS = "3090+2xcustom:memory_gib=2:acc32_tflops=70+3090"
+SMALL_CARDS = "3090+2xcustom:memory_gib=1:acc32_tflops=70+3090"
 
 
 @pytest.fixture
