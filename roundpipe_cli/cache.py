@@ -99,7 +99,9 @@ def unsealed(path: Path, max_bytes: int) -> Any:
         OSError, ValueError: it is not there, no regular file, too large, or not as it was written.
     """
     found = read_json_of_ours(path, max_bytes)
-    if not isinstance(found, dict) or found.get("sha256") != _hash(found.get("content")):
+    if not isinstance(found, dict) or "sha256" not in found:
+        raise ValueError("another document")
+    if found["sha256"] != _hash(found.get("content")):
         raise ValueError("it is not as it was written")
     return found["content"]
 

@@ -278,7 +278,6 @@ def run_clock() -> Callable[[], float]:
 
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 _field_types = functools.cache(get_type_hints)
-_DATACLASSES = {DeviceSample, *_CLASSES.values()}
 
 
 def encode(event: Event) -> dict[str, Any]:
@@ -316,13 +315,13 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
     if kind is None or fields.get("step_s") == 0:  # rates are divided by it
         return None
     try:
-        return cast("Event", _made(fields, kind))
+        return cast("Event", from_json(fields, kind))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _made(value: Any, hint: Any) -> Any:
-    """The value of a field's type that JSON's `value` stands for: of the right types, and finite.
+def from_json(value: Any, hint: Any) -> Any:
+    """The value of a dataclass or a field's type that JSON's `value` stands for: of the right types, and finite.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError: there is none.
@@ -330,19 +329,19 @@ def _made(value: Any, hint: Any) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Span:
         return _made_span(value)
-    if hint in _DATACLASSES and isinstance(value, Mapping):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         asked = (one for one in dataclasses.fields(hint) if one.name in value or one.default is dataclasses.MISSING)
         given = {one.name: value[one.name] for one in asked}
         types = _field_types(hint)
         unbounded = {name for name in UNBOUNDED & given.keys() if given[name] == float("inf")}
-        return hint(**{n: given[n] if n in unbounded else _made(given[n], types[n]) for n in given})
+        return hint(**{n: given[n] if n in unbounded else from_json(given[n], types[n]) for n in given})
     if origin is tuple and isinstance(value, list):
         wanted = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_made(item, of) for item, of in zip(value, wanted, strict=True))
+        return tuple(from_json(item, of) for item, of in zip(value, wanted, strict=True))
     if origin is Mapping and isinstance(value, dict):
-        return {_made(key, inner[0]): _made(of, inner[1]) for key, of in value.items()}
+        return {from_json(key, inner[0]): from_json(of, inner[1]) for key, of in value.items()}
     if origin is UnionType:  # with None
-        return None if value is None else _made(value, inner[0])
+        return None if value is None else from_json(value, inner[0])
     if hint in (float, int):
         is_number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
         if is_number and abs(value) < MAX_NUMBER:
@@ -356,7 +355,7 @@ def _made_span(item: Any) -> Span:
     worker, lane, kind, stage, microbatch, start_us, us = item
     if not all(isinstance(index, int) and -1 <= index < MAX_INDEX for index in (worker, stage, microbatch)):
         raise ValueError("a piece of work of nobody")
-    if len(_made(kind, str)) != 1:  # lanes draw one letter for each slice of time
+    if len(from_json(kind, str)) != 1:  # lanes draw one letter for each slice of time
         raise ValueError(f"a kind of work {kind!r}")
-    start_s, end_s = (_made(time_us / 1e6, float) for time_us in (start_us, start_us + us))
-    return Span(worker, _made(lane, str), kind, stage, microbatch, start_s, end_s)
+    start_s, end_s = (from_json(time_us / 1e6, float) for time_us in (start_us, start_us + us))
+    return Span(worker, from_json(lane, str), kind, stage, microbatch, start_s, end_s)

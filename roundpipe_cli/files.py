@@ -197,15 +197,13 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
             temporary.unlink(missing_ok=True)
 
 
-def write_named(path: Path, text: str) -> None:
-    """Write a page or picture to the file that a user named: as `write_atomically`, but a link stays a link, and a pipe
-    or device (/dev/stdout, /dev/null) is written to and not replaced.
+def file_to_write(path: Path) -> Path:
+    """The file that a user named, where it may be written; of a link the file that it leads to.
 
     Raises:
         RefusedError: a folder, or a file in a folder that is not there.
-        ResourceError: disk full or failing; the old file is then as it was.
     """
-    path, data = Path(os.path.realpath(path)), text.encode(errors="replace")
+    path = Path(os.path.realpath(path))
     if path.is_dir() or not path.parent.is_dir():
         found = "a folder" if path.is_dir() else f"no folder {path.parent}"
         raise RefusedError(
@@ -214,6 +212,18 @@ def write_named(path: Path, text: str) -> None:
             found=found,
             hint=f"mkdir -p {path.parent}, or name another file",
         )
+    return path
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a page or picture to the file that a user named: as `write_atomically`, but a link stays a link, and a pipe
+    or device (/dev/stdout, /dev/null) is written to and not replaced.
+
+    Raises:
+        RefusedError: as of `file_to_write`.
+        ResourceError: disk full or failing; the old file is then as it was.
+    """
+    path, data = file_to_write(path), text.encode(errors="replace")
     try:
         is_other = path.exists() and not path.is_file()
         if is_other:

@@ -186,7 +186,7 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
         "rates": [
             {"check": "products", "status": "ok",
              "figures": {"workers": [{"products": {"bfloat16": [[1e9, 5e13], [1e12, 1e14]]}}]}},
-            {"check": "unpacking", "status": "ok", "figures": {"workers": [{"unpacking": {"fp8": 2e11}}]}},
+            {"check": "unpacking", "status": "ok", "figures": {"workers": [{"unpacking": {"fp8": [[1e6, 2e11]]}}]}},
         ],
         "kernels": [
             {"check": "qwen3, lora, auto", "status": "ok", "figures": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import textwrap
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import typer
 
 from roundpipe_cli.cli.output import CHECKS, say, say_data, say_json, terminal_width
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import file_to_write, write_named
 from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
@@ -65,20 +67,27 @@ def doctor(
 
 def measure_here(file: Path | None, *, as_json: bool) -> None:
     """Measure this machine for `plan`; `file`: for a copy that may be sent."""
-    from roundpipe_cli.costs.measurement import own_path, read_measurement, write_measurement
+    from roundpipe_cli.costs.measurement import measurement_text, own_path, read_measurement
     from roundpipe_cli.train.measure import measure_machine
 
-    say("measuring this machine, about 5 minutes: nothing else should run ...")
-    content = measure_machine(own_path(), lambda part: say(f"  {part}"))
     if file is not None:
-        write_measurement(file, content)
+        file_to_write(file)  # refused before minutes of work
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # which ends the part and removes its files
+    say("measuring this machine, about 5 minutes: nothing else should run ...")
+    text = measurement_text(content := measure_machine(lambda part: say(f"  {part}")))
+    if file is not None:
+        write_named(file, text)
+    own_path().parent.mkdir(parents=True, exist_ok=True)
+    write_named(own_path(), text)
     if as_json:
         say_json(content)
         return
-    say_data(f"{read_measurement(own_path()).note}; `plan` and `finetune` use them here.")
-    measured_s, predicted_s = (content["step"][key] for key in ("measured_s", "predicted_s"))
-    say_data(f"a small run's step: {measured_s:.3f} s, {predicted_s:.3f} s by the rates alone")
-    if not 0.5 < measured_s / predicted_s < 2.0:
+    found = read_measurement(own_path())
+    say_data(f"{found.note}; `plan` and `finetune` use them here.")
+    factor = found.workers[0].slowdown
+    say_data(f"a small run's step takes {factor:.2f} times as long as by these rates alone, which `plan` takes over")
+    if not 0.5 < factor < 2.0:
         say("they differ much: other programs ran, or the rates miss something; measure again when nothing else runs")
     if file is not None:
         say_data(

@@ -34,6 +34,7 @@ from roundpipe_cli.costs.block_work import (
 )
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
+from roundpipe_cli.costs.measurement import at
 from roundpipe_cli.costs.models import Architecture, Block
 from roundpipe_cli.costs.settings import TrainingSettings
 
@@ -188,7 +189,7 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     return tally.forward, tally.backward
 
 
-ISSUED_PER_S = (22e3, 18.6e3)
+ISSUED_PER_S = ((1, 22e3), (2, 18.6e3))
 """Operators a second that one interpreter issues for one thread, and for several together: 20,300 to 23,800 and, for
 eight, 18,600 in a virtual machine with an H100 (`scripts/gpu_check`), the only one measured; a faster processor issues
 more. On a processor two threads together lose as much as eight (`scripts/issue_rate.py`)."""
@@ -338,10 +339,10 @@ class _Timer:
         """
         rates, fused, measured = self._rates, self.settings.fused and ours, self.device.measured
         if self.device.is_cpu and measured is None:
-            return work.product_flops / rates.products
+            return rates.flops_s(work.product_flops)
         device_s = rates.pass_s(work, fused=fused and measured is not None)
         if self.device.is_cpu and measured is not None:
-            return device_s + work.issued(fused=fused) / measured.launches_per_s[0][1]
+            return device_s + work.issued(fused=fused) / at(measured.launches_per_s, 1)
         return device_s
 
     def _launched(self, layer: LayerCost, forward: PassWork, backward: PassWork) -> LayerCost:
@@ -349,8 +350,7 @@ class _Timer:
         if self.device.is_cpu:
             return layer
         measured, fused = self.device.measured, self.settings.fused
-        rates = dict(measured.launches_per_s if measured else enumerate(ISSUED_PER_S, 1))
-        issued_per_s = rates[max(count for count in rates if count <= max(1, self.num_threads))]
+        issued_per_s = at(measured.launches_per_s if measured else ISSUED_PER_S, self.num_threads)
         forward_s, backward_s = (one.issued(fused=fused) / issued_per_s for one in (forward, backward))
         starved_s = (
             max(0.0, self.num_threads * forward_s - layer.forward_s),
@@ -407,9 +407,9 @@ class _Timer:
     def _unpack_s(self, block: Block) -> float:
         """Time to make packed weights whole."""
         settings, measured = self.settings, self.device.measured
-        rate = dict(measured.unpacking).get(settings.packed_as or "") if measured else None
-        if rate:
-            return block.params / rate
+        curve = measured.unpacking.get(settings.packed_as or "") if measured else None
+        if curve:
+            return block.params / at(curve, block.params)
         unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
         return unpack_s / (FP8_UNPACKING if settings.packed_as == "fp8" else 1.0)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -84,7 +84,7 @@ class Device:
     """Whether torch's segments of its memory do not grow, see `costs/memory.py`."""
     link_is_given: bool = False
     """Whether somebody gave the rate of the link; otherwise it is that of its generation and lanes."""
-    measured: MeasuredRates | None = None
+    measured: MeasuredRates | None = field(default=None, hash=False)
     """Rates of this device, or of one like it, in place of its data sheet's; None: nobody measured it."""
 
 
@@ -208,25 +208,30 @@ def part_of(device: Device, part: float) -> Device:
     )
 
 
+def with_rates(device: Device, rates: MeasuredRates) -> Device:
+    """The device with measured rates in place of its data sheet's."""
+    return replace(device, measured=rates, link_bytes_per_s=rates.link_bytes_per_s, link_is_given=True)
+
+
 def with_measured(device: Device, measurement: Measurement) -> Device | None:
-    """The device with rates of such a one that was measured, or its part of them; None where none was."""
-    for worker in measurement.workers:
-        if device.name in (worker.device, find_gpu(worker.device)):
-            rates = worker.rates.part(1 / max(1, round(worker.memory_bytes / device.memory_bytes)))
-            return replace(device, measured=rates, link_bytes_per_s=rates.link_bytes_per_s, link_is_given=True)
-    return None
+    """The device with rates of such a one that was measured, or its part of them; None where none was.
+
+    Of several the one with the slowest link counts: which slot this one has is not known.
+    """
+    alike = [one for one in measurement.workers if device.name in (one.device, find_gpu(one.device))]
+    if not alike:
+        return None
+    rates = min(alike, key=lambda one: one.link_bytes_per_s)
+    parts = 1 if device.is_cpu else max(1, round(rates.memory_bytes / device.memory_bytes))
+    return with_rates(device, rates.part(1 / parts))
 
 
-def measured_devices(measurement: Measurement) -> list[Device]:
-    """The devices of a machine that was measured."""
-    devices = []
-    for worker in measurement.workers:
-        types, known = {name for name, _ in worker.rates.products}, find_gpu(worker.device)
-        device = gpu_device(known or worker.device, catalogue()[known or "rtx-3090"])
-        device = replace(device, memory_bytes=worker.memory_bytes)
-        device = replace(device, is_cpu=worker.device == "cpu", has_bfloat16="bfloat16" in types)
-        devices += [measured] if (measured := with_measured(device, measurement)) else []
-    return devices
+def measured_device(rates: MeasuredRates) -> Device:
+    """The device of a worker that was measured."""
+    known = find_gpu(rates.device)
+    device = with_rates(gpu_device(known or rates.device, catalogue()[known or "rtx-3090"]), rates)
+    is_cpu, has_bfloat16 = rates.device == "cpu", "bfloat16" in rates.products
+    return replace(device, memory_bytes=rates.memory_bytes, is_cpu=is_cpu, has_bfloat16=has_bfloat16)
 
 
 def parse_hardware(text: str, where: str | None = None) -> Hardware:
@@ -247,14 +252,16 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
             expected=f"at most {MAX_CHARACTERS:,}, such as 8x4090",
         )
     where = where or f"--hardware {text}"
-    machine_text, *option_texts = [part.strip() for part in text.split(",")]
+    file = re.match(r"(.*\.json)\s*(?:,|$)", text, re.DOTALL)  # a file's name may have commas
+    machine_text, *option_texts = [part.strip() for part in text[file.end(1) if file else 0 :].split(",")]
     machine_text, loose = _without_host_memory(machine_text)
     option_texts = [*loose, *(HOST_MEMORY.sub(r"host_memory_gib=\1", option) for option in option_texts)]
     notes: list[str] = []
-    measurement = read_measurement(named_path(machine_text)) if machine_text.endswith(".json") else None
-    if measurement is not None:
-        machine_text, devices = f"{measurement.label} ({Path(machine_text).name})", measured_devices(measurement)
-        option_texts = [f"host_memory_gib={measurement.host_memory_bytes / GIB}", *option_texts]
+    if file is not None:
+        measurement = read_measurement(named_path(file[1].strip()))
+        machine_text = f"{measurement.label} ({Path(file[1].strip()).name})"
+        devices = [measured_device(one) for one in measurement.workers]
+        option_texts = [f"host_memory_gib={measurement.host_memory_bytes / GIB}", *filter(None, option_texts)]
         option_texts.insert(0, f"host_memory_gb_per_s={measurement.update_bytes_per_s / 1e9}")
         notes.append(measurement.note)
     else:
@@ -329,7 +336,7 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
             expected=f"1 to {MAX_WORKERS}",
             hint=f"--hardware 8x{name}",
         )
-    given = _parse_figures(figure_texts, [field.name for field in fields(GpuFigures)], where)
+    given = _parse_figures(figure_texts, [one.name for one in fields(GpuFigures)], where)
     if name.lower() == "custom":
         return [gpu_device("custom", _custom_figures(given, where))] * count
     known = find_gpu(name)
@@ -518,33 +525,28 @@ FULL_RATE_SHARE = 0.70
 """Share on cards that add up in float32 at their full rate: their power limit binds first (assumed)."""
 FLOAT32_SHARE = 0.85
 """Share of the data sheet's rate of float32 (assumed)."""
-NARROW = "float16 in 16 bit"
-"""A measurement's name for products of float16 that add up in float16."""
 ATTENTION_SHARE, FULL_RATE_ATTENTION_SHARE = 0.8, 0.5
 """Fused attention adds up in float32 always (assumed, from arXiv 2307.08691 for cards with the full rate)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOPs and bytes per second."""
+    """FLOPs and bytes per second, by the size of a product, an attention or an operator."""
 
-    products: float
-    attention: float
-    memory: float
-    shares: tuple[RateCurve, RateCurve, RateCurve] | None = None
-    """Shares of the three rates by size, where they were measured."""
+    products: RateCurve
+    attention: RateCurve
+    memory: RateCurve
     has_tiles: bool = True
     """Whether parts of tiles that are empty take time, as on GPUs."""
+    slowdown: float = 1.0
 
     def flops_s(self, flops: float, *, attention: bool = False) -> float:
         """Time of a product of so many operations, or of attention."""
-        rate = self.attention if attention else self.products
-        return flops / (rate if self.shares is None else rate * at(self.shares[attention], flops))
+        return self.slowdown * flops / at(self.attention if attention else self.products, flops)
 
     def traffic_s(self, num_bytes: float, operators: int = 1) -> float:
         """Time of operators that read and write so many bytes together."""
-        share = 1.0 if self.shares is None else at(self.shares[2], num_bytes / max(1, operators))
-        return num_bytes / (self.memory * share)
+        return self.slowdown * num_bytes / at(self.memory, num_bytes / max(1, operators))
 
     def pass_s(self, work: PassWork, *, fused: bool = False) -> float:
         """Time of a pass over a block, without the unpacking of weights.
@@ -568,25 +570,18 @@ class Rates:
 
 def rates_of(device: Device, dtype: DType, accumulate: Accumulate) -> Rates:
     """Rates of a device in this precision; a processor's are measured ones."""
-    if device.measured is not None:
-        return _measured_rates(device.measured, dtype, accumulate, has_tiles=not device.is_cpu)
+    if (found := device.measured) is not None:
+        narrow = found.narrow_products.get(dtype) if accumulate == "fp16" else None
+        curves = narrow or found.products[dtype], found.attention[dtype], found.memory["float32"]
+        return Rates(*curves, has_tiles=not device.is_cpu, slowdown=found.slowdown)
     memory, exact = device.memory_bytes_per_s, device.fp32_accumulate_flops_per_s
     half = device.fp16_accumulate_flops_per_s
     if dtype == "float32" or device.is_cpu:
         rate = device.float32_flops_per_s if dtype == "float32" else exact
-        reached = rate if device.is_cpu else FLOAT32_SHARE * rate
-        return Rates(reached, reached, memory)
-    products = min(EXACT_PRODUCTS_SHARE * exact, FULL_RATE_SHARE * half)
-    if dtype == "float16" and accumulate == "fp16" and exact < half:
-        products = PRODUCTS_SHARE * half
-    return Rates(products, min(ATTENTION_SHARE * exact, FULL_RATE_ATTENTION_SHARE * half), memory)
-
-
-def _measured_rates(measured: MeasuredRates, dtype: DType, accumulate: Accumulate, *, has_tiles: bool) -> Rates:
-    """The largest sizes' rates, and the shares of them that smaller ones reach."""
-    products, attention = dict(measured.products), dict(measured.attention)
-    narrow = products.get(NARROW) if dtype == "float16" and accumulate == "fp16" else None
-    curves = narrow or products[dtype], attention[dtype], measured.memory
-    shares = [tuple((size, rate / curve[-1][1]) for size, rate in curve) for curve in curves]
-    reached = [curve[-1][1] / measured.time_factor for curve in curves]
-    return Rates(reached[0], reached[1], reached[2], (shares[0], shares[1], shares[2]), has_tiles)
+        products = attention = rate if device.is_cpu else FLOAT32_SHARE * rate
+    else:
+        products = min(EXACT_PRODUCTS_SHARE * exact, FULL_RATE_SHARE * half)
+        if dtype == "float16" and accumulate == "fp16" and exact < half:
+            products = PRODUCTS_SHARE * half
+        attention = min(ATTENTION_SHARE * exact, FULL_RATE_ATTENTION_SHARE * half)
+    return Rates(((1.0, products),), ((1.0, attention),), ((1.0, memory),))

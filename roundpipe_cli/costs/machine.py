@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from roundpipe_cli.costs.hardware import Device, Hardware, part_of, with_measured
+from roundpipe_cli.costs.hardware import Device, Hardware, with_measured, with_rates
 from roundpipe_cli.costs.measurement import MEASURE, own_path, read_measurement
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB, format_bytes
@@ -223,28 +223,26 @@ ASSUMED_RATES = ("assumed: rates of", "assumed: CPU rates")
 
 def _with_own_rates(hardware: Hardware) -> Hardware:
     """The machine with what `roundpipe doctor --measure` measured; a note says so, or why that is not used."""
-    path, torch = own_path(), metadata.version("torch")
-    if not path.exists():
-        return hardware
     try:
-        measurement = read_measurement(path)
+        if not own_path().exists():
+            return hardware
+        measurement, torch = read_measurement(own_path()), metadata.version("torch")
         found = [device for one in hardware.devices if (device := with_measured(one, measurement)) is not None]
-        why = "" if measurement.torch == torch else f"it was made with torch {measurement.torch}, here is {torch}"
+        why = "" if len(found) == len(hardware.devices) else "it is of other devices"
+        why = why if measurement.torch == torch else f"it was made with torch {measurement.torch}, here is {torch}"
         if (measurement.processor, measurement.cores) != (processor_name(), num_cores()):
             why = "it is of another processor"
-        why = why or ("" if len(found) == len(hardware.devices) else "it is of other devices")
     except RefusedError as error:
         why = error.in_short
     if why:
         note = f"{NOT_USED} is not used: {why}; `{MEASURE}` measures anew"
         return replace(hardware, notes=(*hardware.notes, note))
-    measured_cpus, cpus = (
-        sum(name == "cpu" for name in names)
-        for names in ([one.device for one in measurement.workers], [one.name for one in found])
-    )
+    share = len(measurement.workers) / len(found)  # workers on the processor divide its cores
     return replace(
         hardware,
-        devices=tuple(part_of(one, measured_cpus / cpus) if one.is_cpu else one for one in found),
+        devices=tuple(
+            with_rates(one, one.measured.part(share)) if one.is_cpu and one.measured else one for one in found
+        ),
         description=f"{hardware.description}, measured on {measurement.label}",
         host_memory_bytes_per_s=measurement.update_bytes_per_s,
         notes=(measurement.note, *(note for note in hardware.notes if not note.startswith(ASSUMED_RATES))),

@@ -1,4 +1,4 @@
-"""Measurements of machines, as `roundpipe doctor --measure` writes them: their file, checked, and the rates in it.
+"""Measurements of machines, as `roundpipe doctor --measure` writes them: the rates, and the file of them, checked.
 
 A file names cards, driver and torch, and neither the machine nor its owner. The machine's own is in the cache; those
 that people sent are in `costs/measured`.
@@ -13,63 +13,58 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from roundpipe_cli.cache import cache_folder, sealed, unsealed
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import write_atomically
-from roundpipe_cli.regular_files import read_json_of_ours
+from roundpipe_cli.events import from_json
 
-KIND, FORMAT = "measurement by roundpipe doctor --measure", 1
+KIND, FORMAT = "measurement by roundpipe doctor --measure", 2
 """The number is raised when figures get another meaning."""
-MAX_BYTES = 1024**2
+MAX_BYTES, MAX_NAME = 1024**2, 200
 MEASURED_ON = "measured on "
 """How a note on a measurement begins."""
 SENT = Path(__file__).parent / "measured"
 MEASURE = "roundpipe doctor --measure"
 RateCurve = tuple[tuple[float, float], ...]
 """(size, rate) with rising sizes."""
+TYPES = frozenset({"float32", "float16"})
+"""Types that every device has; bfloat16 where it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """One worker's rates while all workers are busy; floating-point operations and bytes per second."""
-
-    products: tuple[tuple[str, RateCurve], ...]
-    """By type; `float16 in 16 bit` adds up in float16. Size: operations of a product."""
-    attention: tuple[tuple[str, RateCurve], ...]
-    """Forward and backward together. Size: operations."""
-    memory: RateCurve
-    """Rate of operators that read and write each element once. Size: their bytes."""
-    unpacking: tuple[tuple[str, float], ...]
-    """Weights per second, by packed form."""
-    link_bytes_per_s: float
-    """In each direction while both are used."""
-    time_factor: float
-    """Measured time of a small run, of its time by the other rates."""
-    launches_per_s: tuple[tuple[int, float], ...]
-    """Launches of all workers together, by their number."""
-
-    def part(self, share: float) -> MeasuredRates:
-        """A share of the device, as one of several workers has it."""
-        return replace(self, time_factor=self.time_factor / share, link_bytes_per_s=self.link_bytes_per_s * share)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredWorker:
-    """A worker's device and its rates."""
+    """One worker's device and its rates while all workers are busy; floating-point operations and bytes per second."""
 
     device: str
     """As the driver names the card; `cpu`."""
     memory_bytes: int
-    rates: MeasuredRates
+    products: Mapping[str, RateCurve]
+    """By type. Size: operations of a product."""
+    narrow_products: Mapping[str, RateCurve]
+    """Those that add up in float16; none on a processor."""
+    attention: Mapping[str, RateCurve]
+    """Forward and backward together, by type. Size: operations of the forward."""
+    memory: Mapping[str, RateCurve]
+    """Operators of float32 that read and write each element once. Size: their bytes."""
+    unpacking: Mapping[str, RateCurve]
+    """Weights per second, by packed form."""
+    link_bytes_per_s: float
+    """In each direction while both are used."""
+    launches_per_s: RateCurve
+    """Launches of all workers together. Size: their number."""
+    slowdown: float = 1.0
+    """Measured time of a small run, of its time by the other rates."""
+
+    def part(self, share: float) -> MeasuredRates:
+        """A share of the device, as one of several workers has it."""
+        return replace(self, slowdown=self.slowdown / share, link_bytes_per_s=self.link_bytes_per_s * share)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """A machine as it was measured."""
 
-    workers: tuple[MeasuredWorker, ...]
+    workers: tuple[MeasuredRates, ...]
     processor: str
     cores: int
     host_memory_bytes: int
@@ -78,6 +73,22 @@ class Measurement:
     date: str
     driver: str
     torch: str
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: figures that no machine has."""
+        names, figures = [self.processor, self.date, self.driver, self.torch], [self.cores, self.update_bytes_per_s]
+        for one in self.workers:
+            by_type = (one.products, one.attention, one.memory, one.narrow_products, one.unpacking)
+            curves = [one.launches_per_s, *(curve for group in by_type for curve in group.values())]
+            if not all(curves) or any(low[0] >= high[0] for curve in curves for low, high in pairwise(curve)):
+                raise ValueError("sizes do not rise")
+            if not TYPES <= one.products.keys() <= one.attention.keys() or "float32" not in one.memory:
+                raise ValueError("a type is missing")
+            names += [one.device, *(name for group in by_type for name in group)]
+            figures += [one.memory_bytes, one.link_bytes_per_s, 100 * one.slowdown, 100 / (one.slowdown or 1e9)]
+            figures += [number for curve in curves for point in curve for number in point]
+        if not self.workers or min(figures) < 1 or max(map(len, names)) > MAX_NAME:
+            raise ValueError("a figure or a name that no machine has")
 
     @property
     def label(self) -> str:
@@ -104,85 +115,36 @@ def at(curve: RateCurve, size: float) -> float:
     return curve[-1][1]
 
 
+def measurement_of(content: Mapping[str, object]) -> Measurement:
+    """The measurement with these figures. Raises: ArithmeticError, KeyError, TypeError, ValueError: it has others."""
+    found: Measurement = from_json(content, Measurement)
+    return found
+
+
+def measurement_text(content: Mapping[str, object]) -> str:
+    """The file of a measurement's figures."""
+    return sealed({"kind": KIND, "format": FORMAT, **content}).decode()
+
+
 def read_measurement(path: Path) -> Measurement:
     """The measurement in a file.
 
     Raises:
         RefusedError: it is not there, damaged, no measurement, or of another version.
     """
-
-    def refused(what: str, found: object, hint: str) -> RefusedError:
-        return RefusedError(what, where=str(path), found=str(found), expected=f"a file of {MEASURE}", hint=hint)
-
+    what, found = "this is no measurement, or it is damaged", "another document"
     try:
-        raw, content = read_json_of_ours(path, MAX_BYTES), None
-        if isinstance(raw, dict) and "sha256" in raw:
-            content = unsealed(path, MAX_BYTES)
+        content = unsealed(path, MAX_BYTES)
+        if isinstance(content, dict) and content.get("kind") == KIND:
+            if content.get("format") == FORMAT:
+                return measurement_of(content)
+            what = "the measurement is of another version"
+            found = f"format {content.get('format')}, this roundpipe reads {FORMAT}"
     except FileNotFoundError:
-        raise refused("there is no such measurement", "nothing", f"{MEASURE} FILE writes one") from None
-    except (OSError, ValueError) as error:
-        raise refused("the file of a measurement is damaged", error, f"copy it again, or {MEASURE}") from None
-    if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise refused("this is no measurement", "another document", f"{MEASURE} FILE writes one")
-    if content.get("format") != FORMAT:
-        found = f"format {content.get('format')}, this roundpipe reads {FORMAT}"
-        raise refused("the measurement is of another version", found, f"measure again: {MEASURE}")
-    try:
-        return _measurement(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what, found = "there is no such measurement", "nothing"
+    except (ArithmeticError, KeyError, OSError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
-        raise refused("a measurement lacks figures", found, f"measure again: {MEASURE}") from None
-
-
-def _measurement(content: Mapping[str, Any]) -> Measurement:
-    host, step = content["host"], content["step"]
-    launches = tuple((int(count), _rate(rate)) for count, rate in host["launches_per_s"].items())
-    factor = _rate(step["measured_s"]) / _rate(step["predicted_s"])
-    workers = []
-    for one in content["workers"]:
-        rates = MeasuredRates(
-            products=tuple((name, _curve(rows)) for name, rows in one["products"].items()),
-            attention=tuple((name, _curve(rows)) for name, rows in one["attention"].items()),
-            memory=_curve(one["memory"]),
-            unpacking=tuple((name, _rate(rate)) for name, rate in one["unpacking"].items()),
-            link_bytes_per_s=_rate(one["both_bytes_per_s"]),
-            time_factor=factor,
-            launches_per_s=launches,
-        )
-        workers.append(MeasuredWorker(str(one["device"]), int(_rate(one["memory_bytes"])), rates))
-    if not workers or not launches or not workers[0].rates.products:
-        raise ValueError("no rates")
-    return Measurement(
-        tuple(workers),
-        processor=str(content["processor"]),
-        cores=int(content["cores"]),
-        host_memory_bytes=int(_rate(content["host_memory_bytes"])),
-        update_bytes_per_s=_rate(host["update_bytes_per_s"]),
-        **{key: str(content[key]) for key in ("date", "driver", "torch")},
-    )
-
-
-def _rate(value: Any) -> float:
-    if not 0 < float(value) < 1e30:
-        raise ValueError(f"{value} is no rate")
-    return float(value)
-
-
-def _curve(rows: Any) -> RateCurve:
-    curve = tuple((_rate(size), _rate(rate)) for size, rate in rows)
-    if not curve or any(one[0] >= other[0] for one, other in pairwise(curve)):
-        raise ValueError("sizes do not rise")
-    return curve
-
-
-def write_measurement(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a measurement, whole or not at all.
-
-    Raises:
-        ResourceError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, sealed({"kind": KIND, "format": FORMAT, **content}))
+    raise RefusedError(what, where=str(path), found=found[:MAX_NAME], hint=f"{MEASURE} FILE writes one")
 
 
 def own_path() -> Path:

@@ -102,15 +102,13 @@ def _experts(document: Document) -> str:
 
 def _rates(document: Document) -> str:
     """The largest rates of the first worker, in 10^12 operations, 10^9 bytes or 10^9 weights a second."""
-    rows = []
-    for part in ("products", "attention", "memory", "unpacking"):
-        for worker in figures(document, "rates").get(part, {}).get("workers", ())[:1]:
-            named = worker[part] if isinstance(worker[part], dict) else {"": worker[part]}
-            for name, curve in named.items():
-                rate, unit = (
-                    (curve[-1][1], 1e9 if part == "memory" else 1e12) if isinstance(curve, list) else (curve, 1e9)
-                )
-                rows.append([f"{part} {name}".strip(), f"{rate / unit:,.1f}"])
+    units = {"products": 1e12, "narrow_products": 1e12, "attention": 1e12, "memory": 1e9, "unpacking": 1e9}
+    rows = [
+        [f"{part.replace('_', ' ')} {name}", f"{curve[-1][1] / unit:,.1f}"]
+        for part, unit in units.items()
+        for worker in figures(document, "rates").get(part, {}).get("workers", ())[:1]
+        for name, curve in worker[part].items()
+    ]
     return table("rate | reached", rows)
 
 

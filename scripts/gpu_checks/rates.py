@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import tempfile
+import functools
 from collections.abc import Iterator
-from pathlib import Path
 
-from roundpipe_cli.costs.measurement import read_measurement, write_measurement
+from roundpipe_cli.costs.measurement import measurement_of
 from roundpipe_cli.train import measure
-from roundpipe_cli.train.prepare.devices import make_backends
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
     for name in measure.PARTS:
-        yield check(name, one_part, place, name)
-    yield check("a small run", whole, place, limit_s=240.0)
+        yield check(name, one_part, place, name, limit_s=240.0)
 
 
-def names_of(place: CheckPlace) -> list[str]:
-    return [f"cuda:{index}" for index in place.indices]
-
-
-def kind_of(place: CheckPlace) -> str:
-    """Simulated cards compute as fast as a processor."""
-    return "cuda" if place.scale == "full" else "cpu"
+@functools.cache
+def known(place: CheckPlace) -> dict[str, object]:
+    """Figures of the parts that this process has measured."""
+    return {}
 
 
 def one_part(place: CheckPlace, name: str) -> Figures:
-    """Figures of one part."""
+    """Figures of one part; the last one needs all others, and finds out which this process lacks."""
+    names, figures = [f"cuda:{index}" for index in place.indices], known(place)
     with place.devices():
-        return measure.PARTS[name](make_backends(names_of(place), 1), kind_of(place))
-
-
-def whole(place: CheckPlace) -> Figures:
-    """All parts again, for a file with which the small run is planned."""
-    with tempfile.TemporaryDirectory() as folder, place.devices():
-        path, content = Path(folder) / "measured.json", measure.identity(names_of(place))
-        for part in measure.PARTS.values():
-            measure.merge(content, part(make_backends(names_of(place), 1), kind_of(place)))
-        write_measurement(path, content)
-        measure.merge(content, measure.step(names_of(place), kind_of(place), str(path)))
-        write_measurement(path, content)
-        return {**content["step"], "label": read_measurement(path).label}
+        if name != "small_run":
+            return measure.add_part(name, names, figures)
+        for part in measure.PARTS:
+            found = measure.add_part(part, names, figures)
+    return {**found, "label": measurement_of(figures).label}

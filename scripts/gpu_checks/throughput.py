@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
-from roundpipe_cli.train.measure import STEPS, run_steps, write_run
+from roundpipe_cli.train.measure import STEPS, run_step_s, write_run
 from scripts.gpu_checks.models import configuration
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, require
 from scripts.gpu_checks.ways import (
@@ -78,14 +78,12 @@ def whole_run(place: CheckPlace, method: str, way: str) -> Figures:
     keys = {"rows": rows, "tokens": tokens, "method": method, "pipeline": {"devices": devices}}
     with tempfile.TemporaryDirectory() as folder, place.devices():
         loaded = write_run(Path(folder), configuration(speed_figures(place)), dtype, **keys)
-        step_s = statistics.median(
-            run_steps(loaded) if way == "finetune" else trainer_steps(Path(folder), place, method, dtype)
-        )
+        step_s = run_step_s(loaded) if way == "finetune" else trainer_step_s(Path(folder), place, method, dtype)
     return {"tokens_per_s": rows * tokens / step_s, "step_s": step_s, "peak_bytes": 0}
 
 
-def trainer_steps(folder: Path, place: CheckPlace, method: str, dtype: str) -> list[float]:
-    """Seconds of the steps of TRL's trainer, with its own defaults apart from rows, tokens and method."""
+def trainer_step_s(folder: Path, place: CheckPlace, method: str, dtype: str) -> float:
+    """Median time of the steps of TRL's trainer, with its own defaults apart from rows, tokens and method."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
@@ -109,7 +107,7 @@ def trainer_steps(folder: Path, place: CheckPlace, method: str, dtype: str) -> l
     rows = Dataset.from_list([{"text": "one word " * tokens}] * 16 * MICROBATCHES)
     config = lora if method == "lora" else None
     SFTTrainer(str(folder / "model"), arguments, train_dataset=rows, peft_config=config, callbacks=[Ends()]).train()
-    return [end - start for start, end in itertools.pairwise(ends)]
+    return statistics.median(end - start for start, end in itertools.pairwise(ends))
 
 
 def engine(place: CheckPlace, make: Any, way: str) -> Figures:

@@ -174,11 +174,11 @@ def test_no_card_is_believed_to_beat_its_data_sheet(name: str) -> None:
     device, figures = card(name), catalogue()[name]
     for dtype in ("bfloat16", "float16"):
         exact, half = rates_of(device, dtype, "fp32"), rates_of(device, dtype, "fp16")
-        assert exact.products < 1e12 * figures.acc32_tflops
-        assert exact.products <= half.products < 1e12 * max(figures.fp16_acc16_tflops, figures.acc32_tflops)
-        assert exact.attention <= 0.81e12 * figures.acc32_tflops
+        assert 1 / exact.flops_s(1) < 1e12 * figures.acc32_tflops
+        assert 1 / exact.flops_s(1) <= 1 / half.flops_s(1) < 1e12 * max(figures.fp16_acc16_tflops, figures.acc32_tflops)
+        assert 1 / exact.flops_s(1, attention=True) <= 0.81e12 * figures.acc32_tflops
     assert rates_of(device, "bfloat16", "fp16") == rates_of(device, "bfloat16", "fp32")
-    assert rates_of(device, "float32", "fp32").products < 1e12 * figures.fp32_tflops
+    assert 1 / rates_of(device, "float32", "fp32").flops_s(1) < 1e12 * figures.fp32_tflops
 
 
 def test_a_processor_that_has_no_fast_16_bit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_processor_that_has_no_fast_16_bit_is_named(monkeypatch: pytest.Monkey
         monkeypatch.setattr(machine, "_cpuinfo", lambda features=features: f"flags\t\t: {features}\n")
         device = cpu_devices(2)[0]
         shares[features] = device.fp32_accumulate_flops_per_s / device.float32_flops_per_s
-        taken = [rates_of(device, *how).products for how in (("float32", "fp32"), ("bfloat16", "fp16"))]
+        taken = [rates_of(device, *how).products[0][1] for how in (("float32", "fp32"), ("bfloat16", "fp16"))]
         assert taken == [device.float32_flops_per_s, device.fp32_accumulate_flops_per_s], "as they are"
         notes = [machine.slow_in_16_bit(dtype) for dtype in ("bfloat16", "float16", "float32")]
         is_slow = shares[features] < 0.5
@@ -202,9 +202,9 @@ def test_a_narrow_product_waits_for_memory() -> None:
     rates, wide, narrow = rates_of(card("rtx-4090"), "bfloat16", "fp32"), PassWork(), PassWork()
     wide.product(8192, 4096, 4096, 2)
     narrow.product(8192, 4096, 16, 2)
-    assert rates.pass_s(wide) == pytest.approx(2 * 8192 * 4096 * 4096 / rates.products)
-    assert rates.pass_s(narrow) == pytest.approx(2 * (8192 * 4096 + 4096 * 16 + 8192 * 16) / rates.memory)
-    assert rates.pass_s(narrow) > 5 * narrow.product_flops / rates.products
+    assert rates.pass_s(wide) == pytest.approx(rates.flops_s(2 * 8192 * 4096 * 4096))
+    assert rates.pass_s(narrow) == pytest.approx(rates.traffic_s(2 * (8192 * 4096 + 4096 * 16 + 8192 * 16)))
+    assert rates.pass_s(narrow) > 5 * rates.flops_s(narrow.product_flops)
 
 
 def test_tiles_that_are_partly_empty_take_their_whole_time() -> None:

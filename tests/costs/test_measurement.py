@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,44 +13,57 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cache import CACHE_VARIABLE, sealed, unsealed
+from roundpipe_cli.cache import CACHE_VARIABLE, sealed
 from roundpipe_cli.cli.training import ask_on_cards_worth_using
 from roundpipe_cli.costs import hardware, machine, measurement
 from roundpipe_cli.costs.block_work import PassWork
 from roundpipe_cli.costs.hardware import parse_hardware, rates_of
-from roundpipe_cli.costs.measurement import MAX_BYTES, at, own_path, read_measurement, write_measurement
+from roundpipe_cli.costs.measurement import (
+    MAX_BYTES,
+    Measurement,
+    at,
+    measurement_of,
+    measurement_text,
+    own_path,
+    read_measurement,
+)
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.train import measure
-from roundpipe_cli.train.prepare.devices import make_backends
+from roundpipe_cli.train.measure import CURVES
 from tests.cli.test_terminal_text import said
 from tests.support.simulated_cases import simulated
 
 RATES: dict[str, Any] = {
-    "products": {"bfloat16": [[1e9, 5e13], [1e12, 1e14]], "float16": [[1e9, 1e14]], "float32": [[1e9, 2e13]],
-                 "float16 in 16 bit": [[1e9, 2e14]]},
+    "products": {"bfloat16": [[1e9, 5e13], [1e12, 1e14]], "float16": [[1e9, 1e14]], "float32": [[1e9, 2e13]]},
+    "narrow_products": {"float16": [[1e9, 2e14]]},
     "attention": {"bfloat16": [[1e9, 4e13]], "float16": [[1e9, 4e13]], "float32": [[1e9, 1e13]]},
-    "memory": [[1e6, 1e12]],
-    "unpacking": {"fp8": 2e11},
-    "up_bytes_per_s": 2.2e10, "down_bytes_per_s": 2.3e10, "both_bytes_per_s": 2e10,
+    "memory": {"float32": [[1e6, 1e12]]}, "unpacking": {"fp8": [[1e6, 2e11]]},
+    "link_bytes_per_s": 2e10, "launches_per_s": [[1, 3e4], [2, 2.5e4]], "slowdown": 1.25,
 }  # fmt: skip
 
 
-def content(name: str = "NVIDIA GeForce RTX 3090", count: int = 2, **rates: Any) -> dict[str, Any]:
+def worker(name: str = "NVIDIA GeForce RTX 3090", **rates: Any) -> dict[str, Any]:
+    return {"device": name, "memory_bytes": 24 * 2**30, **RATES, **rates}
+
+
+def content(*workers: dict[str, Any]) -> dict[str, Any]:
     """A measurement as the machine writes it, but for its kind and format."""
-    worker = {"device": name, "memory_bytes": 24 * 2**30, **RATES, **rates}
     return {
-        "workers": [worker] * count, "processor": machine.processor_name(), "cores": machine.num_cores(),
+        "workers": [*workers] or [worker()] * 2, "processor": machine.processor_name(), "cores": machine.num_cores(),
         "host_memory_bytes": 64 * 2**30, "date": "2026-11-28", "driver": "580.65.06",
-        "torch": importlib.metadata.version("torch"),
-        "host": {"launches_per_s": {"1": 3e4, "2": 2.5e4}, "adding_bytes_per_s": 3e10, "update_bytes_per_s": 5e10},
-        "step": {"predicted_s": 1.0, "measured_s": 1.25},
+        "torch": importlib.metadata.version("torch"), "update_bytes_per_s": 5e10,
     }  # fmt: skip
 
 
+def measured(*workers: dict[str, Any]) -> Measurement:
+    return measurement_of(content(*workers))
+
+
 def written(path: Path, **changes: Any) -> Path:
-    write_measurement(path, {**content(), **changes})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(measurement_text({**content(), **changes}), encoding="utf-8")
     return path
 
 
@@ -69,9 +83,9 @@ def test_plan_takes_a_machines_file_and_says_where_it_was_measured(tmp_path: Pat
     out, _ = said("plan", "qwen3-1.7b", "--hardware", str(path), "--verbose")
     assert "on 2 x RTX 3090, 2026-11-28 (sent.json): as --hardware says" in out and "from measured rates" in out
     assert "measured on 2 x RTX 3090, 2026-11-28 (driver 580.65.06, torch" in out and "data sheet" not in out
-    slow = written(tmp_path / "slow.json", step={"predicted_s": 1.0, "measured_s": 2.5})
+    slow = written(tmp_path / "slow.json", workers=[worker(slowdown=2.5)] * 2)
     loaded = load_recipe("qwen3-1.7b", ["pipeline.weight_cache=0"])
-    times = [make_plan(loaded, str(one)).device_step_s for one in (path, slow)]
+    times = [make_plan(loaded, str(one)).arithmetic_s for one in (path, slow)]
     assert 1.9 < times[1] / times[0] <= 2.0
 
 
@@ -79,42 +93,71 @@ def test_rates_between_sizes_and_operators_of_a_processor() -> None:
     """A processor wastes no tiles."""
     curve = ((1e3, 10.0), (1e5, 30.0))
     assert [at(curve, size) for size in (1, 1e3, 1e4, 1e5, 1e9)] == [10.0, 10.0, pytest.approx(20.0), 30.0, 30.0]
-    names, memory = ("NVIDIA GeForce RTX 3090", "cpu"), [[1e6, 1e18]]
-    gpu, cpu = (hardware.measured_devices(measurement._measurement(content(name, memory=memory)))[0] for name in names)
+    names, memory = ("NVIDIA GeForce RTX 3090", "cpu"), {"float32": [[1e6, 1e18]]}
+    gpu, cpu = (hardware.measured_device(measured(worker(name, memory=memory)).workers[0]) for name in names)
     work = PassWork()
     work.product(128, 4096, 16, 2)
     assert rates_of(gpu, "bfloat16", "fp32").pass_s(work) == 4 * rates_of(cpu, "bfloat16", "fp32").pass_s(work)
 
 
+NOT = "this is no measurement, or it is damaged"
+
+
+def of_worker(**figures: Any) -> Callable[[Path], Path]:
+    return lambda path: written(path, workers=[worker(**figures)])
+
+
 @pytest.mark.parametrize(
-    ("write", "what"),
+    ("write", "what", "found"),
     [
-        (lambda path: None, "there is no such measurement"),
-        (lambda path: path.write_bytes(written(path).read_bytes()[:-90]), "the file of a measurement is damaged"),
-        (lambda path: path.write_bytes(written(path).read_bytes().replace(b"2e+11", b"9e+11").replace(
-            b"200000000000.0", b"900000000000.0")), "the file of a measurement is damaged"),
-        (lambda path: path.mkdir(), "the file of a measurement is damaged"),
-        (lambda path: path.write_bytes(sealed({"layers": []})), "this is no measurement"),
-        (lambda path: path.write_text(json.dumps({"device": "GPU", "parts": {}})), "this is no measurement"),
-        (lambda path: written(path, format=0), "the measurement is of another version"),
-        (lambda path: written(path, format=99), "the measurement is of another version"),
-        (lambda path: written(path, workers=[]), "a measurement lacks figures"),
-        (lambda path: written(path, host={"launches_per_s": {}}), "a measurement lacks figures"),
-        (lambda path: written(path, step={"predicted_s": 0, "measured_s": 1}), "a measurement lacks figures"),
-        (lambda path: written(path, workers=[{**content()["workers"][0], "memory": [[2, 1], [1, 1]]}]),
-         "a measurement lacks figures"),
-        (lambda path: written(path, workers=[{**content()["workers"][0], "attention": {"float32": [[1, -1]]}}]),
-         "a measurement lacks figures"),
+        (lambda path: None, "there is no such measurement", "nothing"),
+        (lambda path: path.write_bytes(written(path).read_bytes()[:-90]), NOT, "JSONDecodeError"),
+        (lambda path: path.write_bytes(written(path).read_bytes().replace(b"50000000000.0", b"90000000000.0")), NOT,
+         "not as it was written"),
+        (lambda path: path.mkdir(), NOT, "RefusedError"),
+        (os.mkfifo, NOT, "RefusedError"),
+        (lambda path: path.write_bytes(b" " * (MAX_BYTES + 1)), NOT, "RefusedError"),
+        (lambda path: path.symlink_to(path), NOT, "OSError"),
+        (lambda path: path.write_bytes(b'{"sha256": "", "content": ' + b"[" * 900 + b"]" * 900 + b"}"), NOT, ""),
+        (lambda path: path.write_bytes(sealed({"layers": []})), NOT, "another document"),
+        (lambda path: path.write_text(json.dumps({"device": "GPU", "parts": {}})), NOT, "another document"),
+        (lambda path: written(path, format=1), "the measurement is of another version", "format 1"),
+        (lambda path: written(path, format=99), "the measurement is of another version", "format 99"),
+        (lambda path: written(path, workers=[]), NOT, "no machine has"),
+        (lambda path: written(path, workers={}), NOT, "ValueError"),
+        (lambda path: written(path, cores=0), NOT, "no machine has"),
+        (lambda path: written(path, date="x" * 300), NOT, "no machine has"),
+        (lambda path: written(path, torch=None), NOT, "ValueError"),
+        (of_worker(slowdown=0), NOT, "no machine has"),
+        (of_worker(slowdown=1e9), NOT, "no machine has"),
+        (of_worker(link_bytes_per_s=-1e9), NOT, "no machine has"),
+        (of_worker(link_bytes_per_s=float("nan")), NOT, "ValueError"),
+        (of_worker(memory={"float32": [[1, 1e300]]}), NOT, "ValueError"),
+        (of_worker(memory={"float32": [[2, 1], [1, 1]]}), NOT, "do not rise"),
+        (of_worker(memory={}), NOT, "a type is missing"),
+        (of_worker(launches_per_s=[]), NOT, "do not rise"),
+        (of_worker(launches_per_s=[[1, "fast"]]), NOT, "ValueError"),
+        (of_worker(launches_per_s=[[1]]), NOT, "ValueError"),
+        (of_worker(products={"float16": [[1e9, 1e14]]}), NOT, "a type is missing"),
+        (of_worker(attention={"float32": [[1, 1e9]]}), NOT, "a type is missing"),
     ],
 )  # fmt: skip
 def test_a_damaged_foreign_or_older_file_is_refused_by_name(
-    write: Callable[[Path], object], what: str, tmp_path: Path
+    write: Callable[[Path], object], what: str, found: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "their.json"
     write(path)
     with pytest.raises(RefusedError, match=what) as refused:
         parse_hardware(str(path))
     assert str(path) in str(refused.value) and "roundpipe doctor --measure" in str(refused.value)
+    assert found in str(refused.value)
+
+
+def test_a_files_name_may_have_commas_and_figures_may_follow(tmp_path: Path) -> None:
+    path = written(tmp_path / "2x, mine.json+.json")
+    assert parse_hardware(f"{path}, host_memory_gib=48").host_memory_bytes == 48 * 2**30
+    with pytest.raises(RefusedError, match="unknown figure 'devices'"):
+        parse_hardware(f"{path},devices=1")
 
 
 def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
@@ -126,8 +169,8 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     loaded = load_text("{model: HuggingFaceTB/SmolLM2-135M, datasets: [{path: x.jsonl}], dtype: float32}", "r.yaml")
     before = make_plan(loaded, "here")
     assert before.question.machine_source == "this machine" and "by cores" in " ".join(before.question.hardware.notes)
-    own = content("cpu")
-    write_measurement(own_path(), own)
+    own = content(*[worker("cpu")] * 2)
+    written(own_path(), **own)
     found = make_plan(loaded, "here").question
     assert "measured on 2 CPU workers" in found.hardware.description
     assert found.hardware.devices == make_plan(loaded).question.hardware.devices
@@ -137,25 +180,25 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     ask_on_cards_worth_using(loaded, told.append, None)
     assert any("measured on 2 CPU workers" in str(one) for one in told), "what `finetune` says"
     four = machine.this_machine(machine.cpu_devices(4), "x", (), tmp_path)
-    factors = [one.devices[0].measured.time_factor for one in (found.hardware, four) if one.devices[0].measured]
+    factors = [one.devices[0].measured.slowdown for one in (found.hardware, four) if one.devices[0].measured]
     assert factors == [1.25, 2.5]
     for changes, why in (
         ({"torch": "2.0.0"}, "it was made with torch 2.0.0"),
         ({"processor": "another"}, "it is of another processor"),
-        ({"workers": content("NVIDIA H100")["workers"]}, "it is of other devices"),
-        ({"format": 0}, "the measurement is of another version"),
+        ({"workers": [worker("NVIDIA H100")]}, "it is of other devices"),
+        ({"format": 1}, "the measurement is of another version"),
     ):
-        write_measurement(own_path(), {**own, **changes})
+        written(own_path(), **{**own, **changes})
         answer = make_plan(loaded).question.hardware
         assert all(device.measured is None for device in answer.devices), why
         assert any(note.startswith(machine.NOT_USED) and why in note for note in answer.notes), answer.notes
 
 
 def test_a_card_that_is_named_twice_gives_each_worker_its_part() -> None:
-    whole = hardware.measured_devices(measurement._measurement(content()))[0]
+    whole = hardware.measured_device(measured().workers[0])
     half = hardware.part_of(whole, 0.5)
-    assert whole.measured and half.measured and half.measured.time_factor == 2 * whole.measured.time_factor
-    again = hardware.with_measured(replace(half, name="rtx-3090", measured=None), measurement._measurement(content()))
+    assert whole.measured and half.measured and half.measured.slowdown == 2 * whole.measured.slowdown
+    again = hardware.with_measured(replace(half, name="rtx-3090", measured=None), measured())
     assert again is not None and again.measured == half.measured
 
 
@@ -189,28 +232,22 @@ def test_cpu_workers_are_measured_and_the_file_names_nobody(tmp_path: Path, monk
     assert "measured on 2 CPU workers" in out and "a small run's step" in out
     text = path.read_text(encoding="utf-8")
     assert str(tmp_path) not in text and socket.gethostname() not in text and "/" not in text
-    found = unsealed(path, MAX_BYTES)
-    assert {*found["workers"][0]} >= {"products", "attention", "memory", "unpacking", "both_bytes_per_s"}
-    assert own_path().read_bytes() == path.read_bytes()
-    assert len(parse_hardware(str(path)).devices) == 2
+    assert own_path().read_bytes() == path.read_bytes() and len(parse_hardware(str(path)).devices) == 2
+    assert all(one.products and one.unpacking for one in read_measurement(path).workers)
 
 
 def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part on two cards at once; what they take is the processor's time."""
-    monkeypatch.setattr(measure, "EACH_S", 1e-4)
-    monkeypatch.setattr(measure, "LAUNCHING_S", 0.05)
-    monkeypatch.setattr(measure, "PRODUCTS", {"cpu": ((8, 16, 16), (16, 16, 32))})
-    monkeypatch.setattr(measure, "ATTENTION", {"cpu": ((2, 8, 16),)})
-    monkeypatch.setattr(measure, "ELEMENTS", {"cpu": (256, 1024)})
-    monkeypatch.setattr(measure, "LINK_BYTES", {"cpu": 2**16})
-    monkeypatch.setattr(measure, "ADDED_ELEMENTS", 2**12)
-    names = ["cuda:0", "cuda:1"]
+    """Each part on two cards at once but the small run; what they take is the processor's time."""
+    small = {"products": ((8, 16, 16), (16, 16, 32)), "attention": ((2, 8, 16),), "memory": ((256,), (1024,))}
+    small |= {"narrow_products": small["products"], "unpacking": ((16, 64),)}
+    monkeypatch.setattr(measure, "CURVES", {name: one._replace(sizes=small[name]) for name, one in CURVES.items()})
+    for name, value in {"EACH_S": 1e-4, "LAUNCHING_S": 0.05, "LINK_BYTES": 2**16, "UPDATED": 2**12}.items():
+        monkeypatch.setattr(measure, name, value)
+    figures: dict[str, Any] = {}
     with simulated(0):
-        found = measure.identity(names)
-        for part in measure.PARTS.values():
-            measure.merge(found, part(make_backends(names, 1), "cpu"))
-    machine_found = measurement._measurement(found)
-    assert [worker.device for worker in machine_found.workers] == ["Simulated 90", "Simulated 75"]
-    assert "float16 in 16 bit" in dict(machine_found.workers[0].rates.products)
-    assert "bfloat16" not in dict(machine_found.workers[1].rates.products), "the second card has none"
-    assert machine_found.workers[0].rates.time_factor == 1.0
+        for part in [part for part in measure.PARTS if part != "small_run"]:
+            measure.add_part(part, ["cuda:0", "cuda:1"], figures)
+    first, second = measurement_of(figures).workers
+    assert [first.device, second.device] == ["Simulated 90", "Simulated 75"] and first.slowdown == 1.0
+    assert {*first.narrow_products} == {"float16"} and len(first.products["float16"]) == 2
+    assert "bfloat16" not in second.products, "the second card has none"
