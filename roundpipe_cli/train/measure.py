@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,8 +55,8 @@ from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 Figures = dict[str, Any]
 Call = Callable[[], object]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-REPEATS, EACH_S, MOST_S = 5, 0.06, 0.5
-"""Of a call, whose size is left out where it would take longer than the last figure."""
+REPEATS, EACH_S, MOST_S = 5, 0.06, 0.25
+"""A call that would take longer than the last figure is left out."""
 LINK_BYTES, UPDATED, LAUNCHING_S, MAX_THREADS = 2**27, 2**24, 1.0, 8
 STEPS, BLOCKS, PER_WORKER, VOCABULARY = 8, 4, 4, 8192
 FAST = 1e12
@@ -89,61 +90,45 @@ def _unpack(device: torch.device, form: PackedName, rows: int, columns: int) -> 
     return PackedParameter.of(packed.to(device), shape, torch.float16, form).dequantized
 
 
-class Curve(NamedTuple):
-    """Rates by size."""
-
-    sizes: Sequence[tuple[int, ...]]
-    size: Callable[..., float]
-    """Of a call, in the rate's unit."""
-    make: Callable[..., Call]
-    """Of device, type or packed form, and a size."""
-    passes: float = 1.0
-    """Times that a call does its size's work."""
-
-
-_PRODUCTS = Curve(
+_PRODUCTS = (
     ((128, 576, 16), (128, 576, 576), (512, 2048, 2048), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 14336)),
     lambda rows, inner, columns: 2.0 * rows * inner * columns,
     _product,
+    1.0,
 )
-CURVES: Mapping[str, Curve] = {
+_ATTENTION = ((9, 128, 64), (9, 512, 64), (9, 2048, 64), (32, 2048, 128), (32, 8192, 128))
+CURVES: Mapping[str, tuple[Sequence[Sequence[int]], Callable[..., float], Callable[..., Call], float]] = {
     "products": _PRODUCTS,
     "narrow_products": _PRODUCTS,
-    "attention": Curve(  # a backward has 2.5 times the operations of its forward
-        ((9, 128, 64), (9, 512, 64), (9, 2048, 64), (32, 2048, 128), (32, 8192, 128)),
-        lambda heads, tokens, width: 2.0 * heads * width * tokens * tokens,
-        _attention,
-        passes=3.5,
-    ),
-    "memory": Curve([(4**power,) for power in range(7, 14)], lambda count: 12.0 * count, _multiply),
-    "unpacking": Curve(((1536, 576), (14336, 4096)), lambda rows, columns: float(rows * columns), _unpack),
+    "attention": (_ATTENTION, lambda heads, tokens, width: 2.0 * heads * width * tokens**2, _attention, 3.5),
+    "memory": ([(4**power,) for power in range(7, 14)], lambda count: 12.0 * count, _multiply, 1.0),
+    "unpacking": (((1536, 576), (14336, 4096)), lambda rows, columns: float(rows * columns), _unpack, 1.0),
 }
-"""By its name in the file."""
+"""By its name in the file: shapes, the size of one in the rate's unit, what makes a call (of a device, a type or packed
+form, and a shape), and its work in that size (a backward of attention has 2.5 times the operations of its forward)."""
 
 
 def _names(part: str, device: torch.device) -> list[str]:
     """Of a part's curves on a device."""
-    if part == "narrow_products":
-        return ["float16"] if device.type != "cpu" else []
     if part == "unpacking":
         has_library = import_bitsandbytes() is not None
         return [name for name, form in PACKED_FORMATS.items() if has_library or not form.needs_bitsandbytes]
-    lacks = device.type != "cpu" and not cuda.has_bfloat16(device.index or 0)
-    types = [name for name in DTYPES if not (lacks and name == "bfloat16")]
-    return types[:1] if part == "memory" else types
+    is_cpu = device.type == "cpu"
+    has_bfloat16 = is_cpu or cuda.has_bfloat16(device.index or 0)
+    types = [name for name in DTYPES if has_bfloat16 or name != "bfloat16"]
+    return {"narrow_products": [] if is_cpu else ["float16"], "memory": ["float32"]}.get(part, types)
 
 
 def _curves(part: str, backend: Backend, names: Sequence[str]) -> Figures:
-    curve, found = CURVES[part], {}
+    (shapes, size_of, make, work), found = CURVES[part], {}
     with backend.worker_thread():
         for name in names:
-            rows: list[list[float]] = []
-            for shape in curve.sizes:
-                size = curve.size(*shape)
-                if not rows or curve.passes * size / rows[-1][1] < MOST_S:
-                    taken_s = _seconds(backend, curve.make(backend.device, name, *shape))
-                    rows.append([size, curve.passes * size / taken_s])
-            found[name] = rows
+            found[name] = rows = [[1.0, math.inf]]
+            for shape in shapes:
+                size = size_of(*shape)
+                if work * size / rows[-1][1] < MOST_S:
+                    rows.append([size, work * size / _seconds(backend, make(backend.device, name, *shape))])
+            del rows[0]
     return {part: found}
 
 
@@ -176,8 +161,7 @@ def _machine(backends: Sequence[Backend], known: Figures) -> Figures:
 
 
 def _links(backends: Sequence[Backend], known: Figures) -> Figures:
-    speeds = measure_links(backends, LINK_BYTES)
-    return {"workers": [{"link_bytes_per_s": speed.both_bytes_per_s} for speed in speeds]}
+    return {"workers": [{"link_bytes_per_s": one.both_bytes_per_s} for one in measure_links(backends, LINK_BYTES)]}
 
 
 def _update(backends: Sequence[Backend], known: Figures) -> Figures:
@@ -327,17 +311,15 @@ def measure_machine(tell: Callable[[str], None]) -> Figures:
         environment = {**os.environ, "TMPDIR": folder, CACHE_VARIABLE: folder}  # a part that is killed leaves nothing
         for part in PARTS:
             tell(part.replace("_", " "))
-            words, text = [sys.executable, "-m", __name__, part], json.dumps(known)
+            words = [sys.executable, "-m", __name__, part]
+            child = partial(subprocess.run, words, env=environment, capture_output=True, text=True)
             try:
-                done = subprocess.run(
-                    words, input=text, env=environment, capture_output=True, text=True, timeout=PART_LIMIT_S
-                )
-                lines, why = done.stdout.splitlines(), (done.stderr.strip().splitlines() or ["no words"])[-1]
-            except subprocess.TimeoutExpired:
-                lines, why = [], f"no result within {PART_LIMIT_S:.0f} s"
-            if not lines or done.returncode:
-                raise RefusedError("this machine could not be measured", where=part, found=why, hint=hint)
-            known = json.loads(lines[-1])
+                done = child(input=json.dumps(known), timeout=PART_LIMIT_S, check=True)
+                known = json.loads(done.stdout.splitlines()[-1])
+            except (subprocess.SubprocessError, ValueError, IndexError) as error:
+                told = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+                found = (told or str(error)).splitlines()[-1]
+                raise RefusedError("this machine could not be measured", where=part, found=found, hint=hint) from None
     return known
 
 

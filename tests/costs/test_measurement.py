@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -236,11 +237,40 @@ def test_cpu_workers_are_measured_and_the_file_names_nobody(tmp_path: Path, monk
     assert all(one.products and one.unpacking for one in read_measurement(path).workers)
 
 
+def test_a_part_that_fails_or_hangs_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a second measurement is refused meanwhile, whose rates would be halved."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(measure, "PARTS", {"no_such_part": None})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def again(part: str) -> None:
+        assert [path.name[:9] for path in tmp_path.iterdir()] == ["roundpipe"]
+        with pytest.raises(RefusedError, match="another `roundpipe doctor --measure` is at work"):
+            measure.measure_machine(told.append)
+
+    told: list[str] = []
+    with pytest.raises(RefusedError, match="could not be measured") as failed:
+        measure.measure_machine(again)
+    monkeypatch.setattr(measure, "PART_LIMIT_S", 0.01)
+    with pytest.raises(RefusedError, match="could not be measured") as late:
+        measure.measure_machine(told.append)
+    assert "no_such_part" in str(failed.value) and "KeyError" in str(failed.value) and "timed out" in str(late.value)
+    assert told == ["no such part"] and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_minutes_of_work(tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "a folder"), (tmp_path / "no" / "x.json", "no folder")):
+        _, words = said("doctor", "--measure", str(path), code=2)
+        assert "cannot write" in words and why in words and "measuring" not in words
+
+
 def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part on two cards at once but the small run; what they take is the processor's time."""
     small = {"products": ((8, 16, 16), (16, 16, 32)), "attention": ((2, 8, 16),), "memory": ((256,), (1024,))}
     small |= {"narrow_products": small["products"], "unpacking": ((16, 64),)}
-    monkeypatch.setattr(measure, "CURVES", {name: one._replace(sizes=small[name]) for name, one in CURVES.items()})
+    monkeypatch.setattr(measure, "CURVES", {name: (small[name], *one[1:]) for name, one in CURVES.items()})
     for name, value in {"EACH_S": 1e-4, "LAUNCHING_S": 0.05, "LINK_BYTES": 2**16, "UPDATED": 2**12}.items():
         monkeypatch.setattr(measure, name, value)
     figures: dict[str, Any] = {}
