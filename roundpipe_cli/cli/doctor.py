@@ -13,7 +13,7 @@ import typer
 
 from roundpipe_cli.cli.output import CHECKS, say, say_data, say_json, terminal_width
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import file_to_write, write_named
+from roundpipe_cli.files import disk_error, file_to_write, write_named
 from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
@@ -70,15 +70,18 @@ def measure_here(file: Path | None, *, as_json: bool) -> None:
     from roundpipe_cli.costs.measurement import measurement_text, own_path, read_measurement
     from roundpipe_cli.train.measure import measure_machine
 
-    if file is not None:
-        file_to_write(file)  # refused before minutes of work
+    try:  # refused before minutes of work
+        own_path().parent.mkdir(parents=True, exist_ok=True)
+        if file is not None:
+            file_to_write(file)
+    except OSError as error:
+        raise disk_error(error, own_path(), "this machine's own measurement") from None
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # which ends the part and removes its files
     say("measuring this machine, about 5 minutes: nothing else should run ...")
     text = measurement_text(content := measure_machine(lambda part: say(f"  {part}")))
     if file is not None:
         write_named(file, text)
-    own_path().parent.mkdir(parents=True, exist_ok=True)
     write_named(own_path(), text)
     if as_json:
         say_json(content)

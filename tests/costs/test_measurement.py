@@ -260,10 +260,16 @@ def test_a_part_that_fails_or_hangs_is_named_and_leaves_nothing(
     assert told == ["no such part"] and not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_minutes_of_work(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_minutes_of_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path, why in ((tmp_path, "a folder"), (tmp_path / "no" / "x.json", "no folder")):
         _, words = said("doctor", "--measure", str(path), code=2)
         assert "cannot write" in words and why in words and "measuring" not in words
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    _, words = said("doctor", "--measure", code=5)
+    assert "this machine's own measurement" in words and "measuring" not in words
 
 
 def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
