@@ -41,7 +41,7 @@ class MeasuredRates:
     products: Mapping[str, RateCurve]
     """By type. Size: operations of a product."""
     narrow_products: Mapping[str, RateCurve]
-    """Those that add up in float16; none on a processor."""
+    """Products that add up in float16; none on a processor."""
     attention: Mapping[str, RateCurve]
     """Forward and backward together, by type. Size: operations of the forward."""
     memory: Mapping[str, RateCurve]

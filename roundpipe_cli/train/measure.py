@@ -64,13 +64,13 @@ FAST = 1e12
 PART_LIMIT_S = 300.0
 
 
-def _product(device: torch.device, dtype: str, rows: int, inner: int, columns: int) -> Call:
-    x, w = (torch.randn(count, inner, device=device).to(DTYPES[dtype]) for count in (rows, columns))
+def _product(device: torch.device, dtype: str, *shape: int) -> Call:
+    x, w = (torch.randn(count, shape[1], device=device).to(DTYPES[dtype]) for count in (shape[0], shape[2]))
     return partial(torch.mm, x, w.t())
 
 
-def _attention(device: torch.device, dtype: str, heads: int, tokens: int, width: int) -> Call:
-    query = torch.randn((1, heads, tokens, width), device=device).to(DTYPES[dtype]).requires_grad_()
+def _attention(device: torch.device, dtype: str, *shape: int) -> Call:
+    query = torch.randn((1, *shape), device=device).to(DTYPES[dtype]).requires_grad_()
 
     def both() -> None:
         found = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -109,7 +109,7 @@ form, and a shape), and its work in that size (a backward of attention has 2.5 t
 
 
 def _names(part: str, device: torch.device) -> list[str]:
-    """Of a part's curves on a device."""
+    """Names of a part's curves on a device."""
     if part == "unpacking":
         has_library = import_bitsandbytes() is not None
         return [name for name, form in PACKED_FORMATS.items() if has_library or not form.needs_bitsandbytes]
@@ -242,7 +242,7 @@ def write_run(folder: Path, config: Any, dtype: str, *, rows: int, tokens: int, 
     return load_text(json.dumps(recipe), f"{folder}/recipe.yaml")
 
 
-def run_step_s(loaded: LoadedRecipe) -> float:
+def step_s_of_run(loaded: LoadedRecipe) -> float:
     """Median time of a run's last steps, layers having been timed, without a memory of earlier runs."""
     taken: list[float] = []
 
@@ -264,7 +264,7 @@ def _small_run(backends: Sequence[Backend], known: Figures) -> Figures:
         loaded = write_run(folder, config, dtype, rows=PER_WORKER * len(names), tokens=tokens, **keys)
         (folder / "rates.json").write_text(measurement_text(known), encoding="utf-8")
         predicted_s = make_plan(loaded, parse_hardware(f"{folder}/rates.json")).step_s
-        return {"workers": [{"slowdown": run_step_s(loaded) / predicted_s}] * len(names)}
+        return {"workers": [{"slowdown": step_s_of_run(loaded) / predicted_s}] * len(names)}
 
 
 PARTS: Mapping[str, Callable[[Sequence[Backend], Figures], Figures] | None] = {

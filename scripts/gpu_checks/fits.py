@@ -13,7 +13,7 @@ import torch
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.train.measure import run_step_s, write_run
+from roundpipe_cli.train.measure import step_s_of_run, write_run
 from roundpipe_cli.units import GIB
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped, tiny
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, require
@@ -62,7 +62,7 @@ def fits(place: CheckPlace, form: str, gib: int) -> Figures:
         torch.cuda.set_per_process_memory_fraction(min(1.0, has / whole), place.first)
         try:
             with patch.object(cuda, "memory_bytes", lambda index: has):
-                run_step_s(answer.question.loaded)
+                step_s_of_run(answer.question.loaded)
             peak = torch.cuda.max_memory_reserved(place.first)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, place.first)

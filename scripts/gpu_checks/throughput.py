@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
-from roundpipe_cli.train.measure import STEPS, run_step_s, write_run
+from roundpipe_cli.train.measure import STEPS, step_s_of_run, write_run
 from scripts.gpu_checks.models import configuration
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, require
 from scripts.gpu_checks.ways import (
@@ -78,7 +78,7 @@ def whole_run(place: CheckPlace, method: str, way: str) -> Figures:
     keys = {"rows": rows, "tokens": tokens, "method": method, "pipeline": {"devices": devices}}
     with tempfile.TemporaryDirectory() as folder, place.devices():
         loaded = write_run(Path(folder), configuration(speed_figures(place)), dtype, **keys)
-        step_s = run_step_s(loaded) if way == "finetune" else trainer_step_s(Path(folder), place, method, dtype)
+        step_s = step_s_of_run(loaded) if way == "finetune" else trainer_step_s(Path(folder), place, method, dtype)
     return {"tokens_per_s": rows * tokens / step_s, "step_s": step_s, "peak_bytes": 0}
 
 
