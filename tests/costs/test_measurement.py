@@ -266,6 +266,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_minutes_of_work(
     for path, why in ((tmp_path, "a folder"), (tmp_path / "no" / "x.json", "no folder")):
         _, words = said("doctor", "--measure", str(path), code=2)
         assert "cannot write" in words and why in words and "measuring" not in words
+    assert "a file is for --measure" in said("doctor", "mine.json", code=2)[1]
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     _, words = said("doctor", "--measure", code=5)

@@ -234,6 +234,8 @@ def test_columns_without_a_name_have_that_of_pandas(tmp_path: Path, header: str,
 def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="no reader for this kind of file"):
         read(write(tmp_path / "x.docx", "PK"))
+    with pytest.raises(RefusedError, match="unknown encoding"):
+        find_sources(DatasetSpec(str(write(tmp_path / "x.csv", "text\na\n")), encoding="ansi-99"), None, offline=True)
 
 
 TEXTS = {
