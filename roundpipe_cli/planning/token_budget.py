@@ -37,6 +37,9 @@ BUDGETS = (1024, 2048, 4096, 8192, 16384)
 """Tokens of a microbatch that are tried on GPUs; a row of `max_seq_length` at least."""
 TIE = 0.005
 """Budgets whose times differ by less are taken for equal, and the largest of them wins: it has fewest launches."""
+WARY = 1.03
+"""A budget counts as so much slower that leaves a GPU less free than stages should, that needs the disk in every round,
+or for whose rounds the host is short of memory."""
 FILL, SHARED_FILL = 0.8, 0.2
 """A step takes longer by this part of a block's passes for each further worker: until all have work, and at its end;
 less where workers share its last stages, whose weights each of them then uploads."""
@@ -76,9 +79,15 @@ def fastest(recipe: Recipe, cases: Mapping[int, Case]) -> int:
 
 
 def estimated_step_s(recipe: Recipe, case: Case) -> float:
-    """Seconds of a step on GPUs by the formulas above; infinite if it does not fit."""
-    if not judge_coarsest(_with_margin(case)).fits:
+    """Seconds of a step on GPUs by the formulas above, `WARY` times as many for each memory that is short; infinite if it
+    does not fit."""
+    if not judge_coarsest(case).fits:
         return math.inf
+    is_short = case.settings.weights_on_disk, not judge_coarsest(_with_margin(case)).fits
+    return _by_formula(recipe, case) * WARY ** sum(is_short)
+
+
+def _by_formula(recipe: Recipe, case: Case) -> float:
     if recipe.pipeline.binds_stages:
         return _bound_s(case, one_stage_each=SCHEDULE_KINDS[recipe.pipeline.schedule].one_stage_each)
     streamed_s = _streamed_s(case)
@@ -128,7 +137,8 @@ def _streamed_s(case: Case) -> float:
     """Stages pass through the workers, their weights with them."""
     costs, workers, count = case.costs, case.num_workers, case.settings.num_microbatches
     limits, blocks = stage_limits(case), costs.layers[1:-1]
-    beside, per_round = _beside_head(case, limits), enough_per_round(costs, workers, count, limits)
+    beside, enough = _beside_head(case, limits), enough_per_round(costs, workers, count, limits)
+    per_round = _round(case, enough)
     once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
     again_s = sum(layer.recomputed_s for layer in blocks[: len(blocks) - beside])
     rounds = math.ceil(count / per_round)
@@ -140,7 +150,15 @@ def _streamed_s(case: Case) -> float:
     host_s = workers * num_bytes / costs.host_bytes_per_s if costs.host_bytes_per_s else math.inf
     may_share = costs.has_frozen_blocks and link_s <= SHARED_LINK * compute_s and host_s <= SHARED_HOST * compute_s
     fill_s = (workers - 1) * max(map(_passes_s, blocks)) * (SHARED_FILL if may_share else FILL)
-    return max(compute_s, link_s / workers) + fill_s
+    return (max(compute_s, link_s / workers) + fill_s) * (WARY if per_round < enough else 1.0)
+
+
+def _round(case: Case, enough: int) -> int:
+    """Microbatches of a round: `enough`, as far as the host has room for their boundaries."""
+    workers, cut, per_round = case.num_workers, coarsest_cut(case), enough
+    while per_round > workers and not judge(case, replace(cut, microbatches_per_round=per_round)).fits:
+        per_round = max(workers, per_round // 2)
+    return per_round
 
 
 def _beside_head(case: Case, limits: StageLimits) -> int:
