@@ -26,7 +26,7 @@ from roundpipe_cli.costs.cost import LayerCost
 from roundpipe_cli.costs.memory import DEVICE_SHARE, FITTING_SHARE, device_need, usable_host_bytes
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
 from roundpipe_cli.planning.cuts import MAX_SHORT_ROUND, enough_per_round, most_beside_head, stage_sizes
-from roundpipe_cli.planning.dealing import head_spread
+from roundpipe_cli.planning.dealing import MAX_JUDGED_ROUNDS, head_spread
 from roundpipe_cli.planning.resident import resident_cut, with_all_weights
 from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.planning.search.stages import StageLimits
@@ -43,6 +43,9 @@ or for whose rounds the host is short of memory."""
 FILL, SHARED_FILL = 0.8, 0.2
 """A step takes longer by this part of a block's passes for each further worker: until all have work, and at its end;
 less where workers share its last stages, whose weights each of them then uploads."""
+UNSHARED = 0.003
+"""A step of more microbatches than the planner shares stages out for takes longer by this part for each further worker:
+rounds do not divide evenly among them."""
 SHARED_LINK, SHARED_HOST = 0.3, 0.5
 """Stages are shared where a worker's link carries all weights in this part of a step, and the host's memory serves all
 links."""
@@ -79,8 +82,8 @@ def fastest(recipe: Recipe, cases: Mapping[int, Case]) -> int:
 
 
 def estimated_step_s(recipe: Recipe, case: Case) -> float:
-    """Seconds of a step on GPUs by the formulas above, `WARY` times as many for each memory that is short; infinite if it
-    does not fit."""
+    """Seconds of a step on GPUs by the formulas above, `WARY` times as many for each memory that is short; infinite if
+    it does not fit."""
     if not judge_coarsest(case).fits:
         return math.inf
     is_short = case.settings.weights_on_disk, not judge_coarsest(_with_margin(case)).fits
@@ -150,7 +153,9 @@ def _streamed_s(case: Case) -> float:
     host_s = workers * num_bytes / costs.host_bytes_per_s if costs.host_bytes_per_s else math.inf
     may_share = costs.has_frozen_blocks and link_s <= SHARED_LINK * compute_s and host_s <= SHARED_HOST * compute_s
     fill_s = (workers - 1) * max(map(_passes_s, blocks)) * (SHARED_FILL if may_share else FILL)
-    return (max(compute_s, link_s / workers) + fill_s) * (WARY if per_round < enough else 1.0)
+    is_long = costs.has_frozen_blocks and count > MAX_JUDGED_ROUNDS * workers
+    waits = 1 + UNSHARED * (workers - 1) if is_long else 1.0
+    return (max(compute_s, link_s / workers) + fill_s) * waits * (WARY if per_round < enough else 1.0)
 
 
 def _round(case: Case, enough: int) -> int:
