@@ -414,6 +414,8 @@ def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
     prompt = next((name for name in named if name != answer and _has_word(name, PROMPT_WORDS)), None)
     others = [name for name in (natural if len(natural) > 1 else filled) if name not in (prompt, answer)]
     lacking = (prompt is None) + (answer is None)
+    if lacking and not natural:  # a table of numbers
+        return {}
     longest = sorted(others, key=lambda name: -sum(map(len, texts[name])))[:lacking]
     rest = iter([name for name in others if name in longest])
     prompt, answer = prompt or next(rest, None), answer or next(rest, None)

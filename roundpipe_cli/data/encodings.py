@@ -15,20 +15,11 @@ MARKS: Mapping[bytes, str] = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 """Byte order marks -> the encoding that they say."""
-_WESTERN = "äöüßéèêëàâáãçñíóúîïôûåæøœ¿¡’“”„«»–—…€°"
-CODE_PAGES: Mapping[str, str] = {
-    "cp1252": _WESTERN,
-    "cp1250": "ěščřžůýąćęłńóśźżőűđáíéúöü’“”„»«–—…€",
-    "cp1254": "ığşçöüâ’“”–…",
-    **dict.fromkeys(("mac_roman", "cp850"), _WESTERN),
-    **dict.fromkeys(("cp1251", "cp1253", "cp1255", "cp1256"), ""),
-    "gb18030": "的一是不了在人有我他这为大来以个中上们到说国和地也子时要于就下得可你年会那后能对什么吗，。？、：",
-    "cp932": "のはにをたがでてとしれさいるなかすまもこうっりくあそよ、。？・ー",
-    "cp949": "이다는의에가을를은고하지도어기로사한서나요니까습입해그안세무엇",
-    "big5": "的一是不了在人有我他這為大來以個中上們到說國和地也子時要於就下得可你年會那後能對什麼嗎，。？、：",
-}
-"""Encodings that are suggested, the usual one first -> the characters that are common in them beside ASCII; empty: of
-scripts whose words have no ASCII letter."""
+CODE_PAGES = (
+    *("cp1252", "cp1250", "cp1254", "mac_roman", "cp1251", "cp1253", "cp1255", "cp1256"),
+    *("gb18030", "cp932", "cp949", "big5"),
+)
+"""Encodings that are suggested; of those that fit equally well, the first."""
 CHUNK_CHARACTERS = 1 << 16
 
 
@@ -82,12 +73,12 @@ def guess_encoding(data: bytes) -> str | None:
     others = [character for character in text if not character.isascii()]
     if 2 * sum("\udc80" <= character <= "\udcff" for character in others) <= len(others):
         return None
-    scores = {}
-    for page, common in CODE_PAGES.items():
-        with suppress(UnicodeError):
-            scores[page] = _plausibility(codecs.getincrementaldecoder(page)().decode(data), common)
-    best = max(scores, key=scores.__getitem__, default=None)
-    return best if best is not None and scores[best] > 0.5 else None
+    from charset_normalizer import from_bytes  # 0.1 s
+
+    telling = b"\n".join(line for line in data.splitlines() if not line.isascii())  # it looks at samples
+    matches = from_bytes(telling, cp_isolation=list(CODE_PAGES))
+    fits = {page: (round(one.chaos, 2), -one.coherence) for one in matches for page in one.could_be_from_charset}
+    return min(filter(fits.__contains__, CODE_PAGES), key=fits.__getitem__, default=None)
 
 
 def encoding_hint(data: bytes | str) -> str | None:
@@ -96,22 +87,3 @@ def encoding_hint(data: bytes | str) -> str | None:
     with suppress(UnicodeEncodeError):  # halves of pairs that a JSON text spells are no bytes
         guess = guess_encoding(data if isinstance(data, bytes) else data.encode("utf-8", "surrogateescape"))
     return f"in the dataset's entry, `encoding: {guess}` (or the one that it was saved in)" if guess else None
-
-
-def _plausibility(text: str, common: str) -> float:
-    """At most 1: how well the characters beside ASCII fit between the letters around them."""
-    points = count = 0
-    for before, character, after in zip(" " + text, text, text[1:] + " ", strict=False):
-        if character.isascii():
-            continue
-        count += 1
-        letters = [other for other in (before, after) if other.isalpha()]
-        if not character.isalpha():  # a quotation mark or a dash, but no symbol inside a word
-            points += 2 if character in common else -2 if len(letters) == 2 else 0
-        elif before.islower() and character.isupper():
-            points -= 2
-        elif common:
-            points += 2 if character.lower() in common else 1
-        else:
-            points += 2 if not letters else sum(-1 if other.isascii() else 1 for other in letters) * 2 // len(letters)
-    return points / 2 / max(1, count)

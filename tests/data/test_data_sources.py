@@ -247,7 +247,6 @@ TEXTS = {
     "cp932": "日本の首都はどこですか？東京です。",
     "gb18030": "中国的首都是哪里？北京是中国的首都。",
     "mac_roman": "Wie heißt die größte Stadt? Für Ärzte übrigens",
-    "cp850": "Wie heißt die größte Stadt für uns?",
 }
 
 
