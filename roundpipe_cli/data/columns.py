@@ -409,9 +409,9 @@ def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
     texts = {name: [value for row in rows if isinstance(value := row.get(name), str)] for name in layout}
     filled = [name for name in layout if any(map(str.strip, texts[name]))]
     natural = [name for name in filled if not all(map(_NO_TEXT.fullmatch, texts[name]))]
-    named = [*natural, *filled]
-    answer = next((name for name in named if _has_word(name, ANSWER_WORDS)), None)
-    prompt = next((name for name in named if name != answer and _has_word(name, PROMPT_WORDS)), None)
+    searched = [*natural, *filled]
+    answer = next((name for name in searched if _has_word(name, ANSWER_WORDS)), None)
+    prompt = next((name for name in searched if name != answer and _has_word(name, PROMPT_WORDS)), None)
     others = [name for name in (natural if len(natural) > 1 else filled) if name not in (prompt, answer)]
     lacking = (prompt is None) + (answer is None)
     if lacking and not natural:  # a table of numbers
@@ -421,8 +421,11 @@ def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
     prompt, answer = prompt or next(rest, None), answer or next(rest, None)
     if prompt is not None and answer is not None:
         return {"prompt": prompt, "completion": answer}
-    is_only = len(natural) == 1 and not any(
-        _find_rule(name, value, "text") for row in rows for name, value in row.items()
+    named = [name for name in layout if _has_word(name, PROMPT_WORDS | ANSWER_WORDS)]
+    is_only = (
+        len(natural) == 1
+        and len(named) < 2
+        and not any(_find_rule(name, value, "text") for row in rows for name, value in row.items())
     )
     return {"text": natural[0]} if is_only else {}
 

@@ -198,9 +198,11 @@ OTHER_KINDS = {
         b"\x04\x22\x4d\x18": "compressed by lz4",
     },
     **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "arrow"),
-    b"BZh91AY": "compressed by bzip2",
+    **{b"BZh91AY": "compressed by bzip2", b"%PDF": "a PDF document"},
+    b"version https://git-lfs": "a pointer of Git LFS",
 }
-"""First bytes of files that are no text, and what they are."""
+"""First bytes of files that hold no rows, and what they are."""
+KIND_HINTS = {"Excel": "save it as CSV (UTF-8)", "LFS": "`git lfs pull` gets the file", "PDF": "save its text as .txt"}
 
 
 def is_packed(path: Path) -> bool:
@@ -237,7 +239,7 @@ def _open(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[IO[
     with path.open("rb") as raw, contextlib.ExitStack() as stack:
         progress.raw = raw
         unpacked = cast("io.BufferedReader", stack.enter_context(gzip.open(raw, "rb")) if is_packed(path) else raw)
-        _refuse_other_kind(unpacked.peek(8), path)
+        refuse_other_kind(unpacked.peek(32), path)
         yield as_utf8(unpacked, marked_encoding(unpacked.peek(4)) or spec.encoding)
     progress.known_share = 1.0
 
@@ -261,15 +263,21 @@ def _too_long(path: Path, number: int, what: str) -> RefusedError:
     )
 
 
-def _refuse_other_kind(head: bytes, path: Path) -> None:
+def refuse_other_kind(head: bytes, path: Path) -> None:
+    """
+    Raises:
+        RefusedError: a file that begins so holds no rows.
+    """
     found = next((kind for mark, kind in OTHER_KINDS.items() if head.startswith(mark)), None)
     if found is not None:
         raise RefusedError(
-            "the file is no text",
+            "the file holds no rows of text",
             where=str(path),
             found=found,
             expected="text, plain or compressed by gzip",
-            hint="save it as CSV (UTF-8)" if "Excel" in found else "name it by what it is, or unpack it",
+            hint=next(
+                (hint for part, hint in KIND_HINTS.items() if part in found), "name it by what it is, or unpack it"
+            ),
         )
 
 
@@ -435,7 +443,7 @@ def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedE
         where=f"{path}:{line}:{column}",
         found=message,
         expected="a JSON list of objects, or one JSON object a line",
-        hint="with one object a line (.jsonl) a broken row can be skipped by `on_bad_row: skip`",
+        hint="`[` before the first object, `]` behind the last and a comma between two make them a list",
     )
 
 
@@ -521,7 +529,7 @@ def _read_csv(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator
         header, number = form.header, 1
         if header is None:
             try:
-                header = next(reader, None)
+                header = next(filter(None, reader), None)  # behind blank lines
             except csv.Error as error:
                 found = printable(str(error))
                 raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
@@ -529,6 +537,9 @@ def _read_csv(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator
                 return
             number = reader.line_num + 1
         header = _named(header)
+        if header[0].startswith("sep="):
+            hint = "delete this line: the character between the columns is found without it"
+            raise RefusedError("the first line has no names of columns", where=f"{path}:1", found=header[0], hint=hint)
         _refuse_double_columns(header, f"{path}:1")
         while True:
             try:
@@ -536,7 +547,8 @@ def _read_csv(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator
             except StopIteration:
                 return
             except csv.Error as error:
-                yield _bad_row(number, "the row is not valid CSV", printable(str(error)))
+                hint = "is a quotation mark never closed? One inside a field in quotes is written twice"
+                yield _bad_row(number, "the row is not valid CSV", printable(str(error)), hint=hint)
             else:
                 if values:  # an empty line is no row
                     yield _csv_row(header, values, number)
@@ -556,14 +568,19 @@ def _named(header: list[str]) -> list[str]:
 
 def _refuse_double_columns(names: list[str], where: str) -> None:
     if len(set(names)) != len(names):
-        raise RefusedError("two columns have the same name", where=where, found=printable(", ".join(names)))
+        found, hint = printable(", ".join(names)), "give each a name of its own"
+        raise RefusedError("two columns have the same name", where=where, found=found, hint=hint)
+
+
+TITLE_HINT = "is the first line a title? Delete what stands before the names of the columns"
 
 
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     if len(values) == len(header):
         return RawRow(number, dict(zip(header, values, strict=True)))
     found, expected = f"{len(values)} fields", f"{len(header)} fields"
-    return _bad_row(number, "the row does not fit the header", found, expected, hint=delimiter_hint(header))
+    hint = delimiter_hint(header) or (TITLE_HINT if len(header) == 1 else None)
+    return _bad_row(number, "the row does not fit the header", found, expected, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,12 @@ from roundpipe_cli.data.files import (
     RowCount,
     count_rows,
     encoding_of,
+    head_of,
     is_packed,
     known_suffix,
     own_delimiter,
     read_file,
+    refuse_other_kind,
     refuse_useless,
     structs_of,
     table_form,
@@ -564,6 +566,7 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
         expected, hint = "a name that Python knows: utf-8, cp1252, latin-1 ...", "without `encoding:` it is UTF-8"
         raise RefusedError("unknown encoding", where=shown, found=spec.encoding, expected=expected, hint=hint)
     if known_suffix(path) is None:
+        refuse_other_kind(head_of(path)[:32], path)
         raise RefusedError("no reader for this kind of file", where=shown, expected="*" + ", *".join(SUFFIXES))
     notices: list[str] = []
     if known_suffix(path) in TABLES:

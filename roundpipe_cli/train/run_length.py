@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.data.files import RowCount
@@ -19,8 +20,7 @@ from roundpipe_cli.data.sources import count_dataset
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, decide_packing, held_out_count
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.admission import packing_obstacle
-from roundpipe_cli.planning.predict import Plan
-from roundpipe_cli.planning.short_rows import step_of_rows
+from roundpipe_cli.planning.predict import Plan, reference_s, simulate_step
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.steps import (
@@ -204,8 +204,17 @@ def time_to_finish(answer: Plan, length: RunLength) -> str:
 
 
 def usual_figures(answer: Plan, step: UsualStep) -> tuple[float, float]:
-    """Seconds of such a step, and the share of it in which workers wait."""
-    return step_of_rows(answer, num_microbatches=step.num_microbatches, rows=step.rows, length=step.length)
+    """Seconds of such a step with the plan's stages, and the share of it in which workers wait."""
+    question, count = answer.question, step.num_microbatches * answer.question.settings.sequence_chunks
+    own = replace(question.settings, max_seq_length=step.length, micro_batch_size=step.rows, num_microbatches=count)
+    analytic = analytic_costs(question.architecture, own, question.hardware)
+    link = question.costs.link_bytes_per_s  # of the disk, where weights are read from there
+    analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
+    asked = replace(question, settings=own, analytic=analytic)
+    per_round = answer.cut.microbatches_per_round and min(answer.microbatches_per_round, count)
+    cut = replace(answer.cut, microbatches_per_round=per_round)
+    simulated = simulate_step(asked, cut)
+    return simulated.step_s + reference_s(asked, cut), simulated.bubble_ratio
 
 
 def waiting_of(answer: Plan, length: RunLength) -> WaitingRemedy | None:

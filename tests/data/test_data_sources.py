@@ -209,7 +209,7 @@ def test_a_file_is_what_its_bytes_say(tmp_path: Path, name: str) -> None:
     plain = find_sources(DatasetSpec(str(write(tmp_path / f"{name}.gz", text))), None, offline=True)
     assert not plain[0].notices and len(list(plain[0].rows())) == 1, "nor need a file of that name be compressed"
     for head, kind in OTHER_KINDS.items():
-        with pytest.raises(RefusedError, match="the file is no text") as caught:
+        with pytest.raises(RefusedError, match="the file holds no rows of text") as caught:
             read(write(tmp_path / name, head + b"\0" * 20))
         assert caught.value.problems[0].found == kind
 
