@@ -148,7 +148,7 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
     assert lines[3].startswith("  host memory ") and "ASSUMED" in lines[3]
     assert lines[4].startswith("  a step ") and lines[5].startswith("  of which        arithmetic ")
     assert lines[6].startswith("  tokens/s ")
-    assert "for 3 steps (10 rows of about 1 tokens), each 3 tokens in 3 microbatches" in lines[7]
+    assert "for 3 steps (10 rows of about 2 tokens), each 7 tokens in 3 microbatches" in lines[7]
     text = "\n".join(lines)
     for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
         assert heading in text
@@ -169,7 +169,7 @@ def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
     assert length_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2")).steps == 4
     assert length_of(load(recipe, "num_train_epochs=2", "val_set_size=6")).steps == 2
     few = length_of(load(recipe, "datasets[0].split=train[2:5]"))
-    assert few.why == "3 rows of about 1 tokens; fewer rows than the 4 of a step, which `finetune` refuses"
+    assert few.why == "3 rows of about 2 tokens; fewer rows than the 4 of a step, which `finetune` refuses"
     (recipe.parent / "empty.jsonl").touch()
     empty = length_of(load(recipe, "datasets[0].path=empty.jsonl", "max_steps=7"))
     assert empty == RunLength(None, "empty.jsonl has no rows, which `finetune` refuses")
@@ -272,8 +272,8 @@ def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
 
 def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
     """One sequence a step keeps one worker busy, in chunks all of them; a device holds a chunk's activations."""
-    words = "8x4090,host_memory_gib=64"
-    long = [*AUTO, "model=Qwen/Qwen3-8B", "max_seq_length=65536", "gradient_accumulation_steps=1"]
+    words = "8x4090,host_memory_gib=128"
+    long = [*AUTO, "model=Qwen/Qwen3-8B", "max_seq_length=131072", "gradient_accumulation_steps=1"]
     whole = make_plan(load(recipe, *long), words)
     chunks = make_plan(load(recipe, *long, "pipeline.sequence_chunks=32", "pipeline.head_workers=8"), words)
     assert chunks.step_s < whole.step_s / 3 and chunks.bubble_ratio < 0.3
