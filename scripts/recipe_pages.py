@@ -141,7 +141,7 @@ KEPT_FOR: Mapping[str, str] = {
     "answers beside the loss of an evaluation": "eval_samples",
     "says that a rate above the peak is meant": "lr_above_peak",
     "torch's SGD has it": "sgd_momentum",
-    "memory of long sequences or large vocabularies": "mlp_chunk_tokens",
+    "memory of long sequences or large vocabularies": "head_chunk_tokens mlp_chunk_tokens",
     "data sheets; no GeForce card was measured": "float16_accumulation",
     "a run without fused operators, to compare with": "kernels",
     "simulated for Llama-3.1-8B and Qwen3-32B: a step is 5.3 to 9.8 % faster": "pipeline.dispatch",

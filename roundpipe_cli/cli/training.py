@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from roundpipe_cli import torchrun
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli.output import quiet_libraries, say
-from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.events import Notice, Phase
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import write_named
@@ -120,19 +120,6 @@ def refuse_too_large(asked: PlanRequest | None) -> None:
             check_fits(asked)
 
 
-def tell_length(asked: PlanRequest, tell: Tell) -> None:
-    """Say how long the run will take, as `plan` does, where its rows can be counted."""
-    from roundpipe_cli.planning.answers import Answers
-    from roundpipe_cli.planning.predict import best_plan
-    from roundpipe_cli.train.run_length import run_length, time_to_finish
-
-    with contextlib.suppress(RefusedError, ResourceError):
-        plan = best_plan(replace(asked, answers=Answers()))[1]
-        length = run_length(plan)
-        if length.step is not None:
-            tell(Notice(f"predicted: {time_to_finish(plan, length)}"))
-
-
 def train_recipe(
     loaded: LoadedRecipe,
     start: Start,
@@ -180,8 +167,6 @@ def train_recipe(
     source = check_sources(loaded, start, tell)
     asked = ask_on_cards_worth_using(loaded, tell, found_config(source))
     refuse_too_large(asked)
-    if asked is not None and is_first and not start.resume:
-        tell_length(asked, tell)
     loaded = loaded if asked is None else asked.given
     if is_first and loaded.recipe.hub_model_id is not None:
         make_repository(loaded.recipe.hub_model_id, offline=start.offline)

@@ -43,6 +43,7 @@ from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.prepare.trainable import start_folder
+from roundpipe_cli.train.run_length import tell_length
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from roundpipe_cli.watchdog import watching
 
@@ -118,6 +119,8 @@ def run_finetune(
                 smallest=lambda tokens: -nodes.most([-tokens])[0],
                 elsewhere=partial(machines.share_out, recipe, tell),
             )
+            if asked is not None and checkpoint is None and nodes.is_first:
+                tell_length(asked, tell)
             if start.loss is not None:
                 setup.loss = start.loss
                 scored = ", which evaluations do not use: theirs is cross entropy" if setup.eval_rows else ""

@@ -18,9 +18,12 @@ from roundpipe_cli.data.lengths import TokenCounter, sample_lengths, token_count
 from roundpipe_cli.data.settings import DatasetSpec, spec_of
 from roundpipe_cli.data.sources import count_dataset
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, decide_packing, held_out_count
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.admission import packing_obstacle
-from roundpipe_cli.planning.predict import Plan, reference_s, simulate_step
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.predict import Plan, best_plan, reference_s, simulate_step
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.steps import (
@@ -224,3 +227,12 @@ def waiting_of(answer: Plan, length: RunLength) -> WaitingRemedy | None:
     question, count = answer.question, length.step.num_microbatches
     bubble = usual_figures(answer, length.step)[1]
     return find_waiting(question.loaded.recipe, question.num_workers, count, bubble, num_sequences=length.num_sequences)
+
+
+def tell_length(asked: PlanRequest, tell: Tell) -> None:
+    """Say how long the run will take, as `plan` does, where its rows can be counted."""
+    with suppress(RefusedError, ResourceError):
+        plan = best_plan(replace(asked, answers=Answers()))[1]
+        length = run_length(plan)
+        if length.step is not None:
+            tell(Notice(f"predicted: {time_to_finish(plan, length)}"))

@@ -324,7 +324,7 @@ def test_a_weight_that_is_not_finite_stays_none(bad: float) -> None:
 
 def test_the_cost_model_counts_both_passes_of_unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one token a block's time is that of its weights: codes read, whole weights written and read twice."""
-    monkeypatch.setattr(analytic, "ISSUED_PER_S", (math.inf, math.inf))  # else Python binds one token
+    monkeypatch.setattr(analytic, "ISSUED_PER_S", ((1.0, math.inf),))  # else Python binds one token
     architecture, hardware = find_architecture("Qwen/Qwen3-8B"), parse_hardware("1x4090")
     times = {}
     for name in ("4bit", "8bit", "fp8"):

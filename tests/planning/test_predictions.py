@@ -73,7 +73,7 @@ def test_python_binds_small_models_on_many_fast_gpus(monkeypatch: pytest.MonkeyP
     assert large.launches_s < 0.01 * large.step_s and large.binds != "launches"
     for plan in (small, large):
         assert plan.arithmetic_s + plan.launches_s + plan.waiting_s == pytest.approx(plan.step_s)
-    monkeypatch.setattr(analytic, "ISSUED_PER_S", (math.inf, math.inf))
+    monkeypatch.setattr(analytic, "ISSUED_PER_S", ((1.0, math.inf),))
     at_once = make_plan(load_text(text, "r.yaml"), "8xh100")
     assert at_once.launches_s == 0 < at_once.step_s < small.step_s / 2
 

@@ -141,7 +141,7 @@ def test_an_engine_unpacks_as_often_and_holds_as_much_as_is_counted(
     recompute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both ways, on devices that copy weights, in two rounds."""
-    monkeypatch.setattr(analytic, "ISSUED_PER_S", (math.inf, math.inf))  # else Python binds such small blocks
+    monkeypatch.setattr(analytic, "ISSUED_PER_S", ((1.0, math.inf),))  # else Python binds such small blocks
     cut = StageCut(((0, 1), (2, 3), (4, 6)), ((7, 7), (5, 6), (3, 4), (0, 2)), 2)
     schedule = make_schedule("roundpipe", cut, SimulationCase(equal_costs(8), 2, 4))
     changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 512}

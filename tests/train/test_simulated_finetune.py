@@ -81,7 +81,9 @@ def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.Monk
     """A measured step had no transfers: what a worker waited for was `input`, whatever it was. And its stages were cut
     for links of 25 GB/s, also in a slot of four lanes."""
     asked: list[float] = []
-    monkeypatch.setattr(devices, "measure_links", lambda backends, _: [LinkSpeed(3.14e9, 1e9), LinkSpeed(6e9, 1e9)])
+    monkeypatch.setattr(
+        devices, "measure_links", lambda backends, _: [LinkSpeed(3.14e9, 1e9, 1e9), LinkSpeed(6e9, 1e9, 1e9)]
+    )
     rough = build.rough_costs
 
     def note(sizes: Any, device: Any, **words: Any) -> Any:
