@@ -226,7 +226,7 @@ RUN_ELSEWHERE = {
 """Beginning of a command -> what runs it with other files, or why no test does."""
 NEEDS = {
     r"\bcuda\b|nvidia-smi|scripts/gpu_check": "a GPU",
-    r"doctor --measure": "minutes; tests/costs/test_measurement.py runs its parts",
+    r"doctor --measure|--hardware \S+\.json": "minutes; tests/costs/test_measurement.py runs its parts",
     r"^(hf|huggingface-cli) |^(git|pip|pipx|uv) ": "the network",
     r"^(torchrun|vllm|ollama|ssh|tmux|source|cd|export|docker) ": "another program",
 }
