@@ -191,11 +191,7 @@ def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
                 change, plan = trial.change, trial.plan
                 if now is not None and plan is not None and plan.tokens_per_s < (1 - SLOWER) * now.tokens_per_s:
                     change, plan = AS_IS, now  # reading the disk is faster
-                return (
-                    None
-                    if plan is None
-                    else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
-                )
+                return _as_planned(change, plan)
     return None
 
 
@@ -252,7 +248,11 @@ def _with_speed(question: PlanRequest, change: Change) -> Change | None:
     """The change with its own plan's verdict and speed; None where it does not fit after all."""
     if change.word is not None:
         return change
-    plan = _planned(question, change)
+    return _as_planned(change, _planned(question, change))
+
+
+def _as_planned(change: Change, plan: Plan | None) -> Change | None:
+    """The change with its plan's verdict and speed."""
     return None if plan is None else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
 
 

@@ -199,7 +199,7 @@ def time_to_finish(answer: Plan, length: RunLength) -> str:
         full = "" if length.is_packed else ", if every row is full"
         return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({length.why}){full}"
     step_s, bubble = usual_figures(answer, length.step)
-    waits = waiting_of(answer, length)
+    waits = _waiting(answer, length.step, bubble, length.num_sequences)
     least, most = (format_seconds(steps * seconds) for seconds in answer.band.around(step_s))
     text = f"{format_seconds(steps * step_s)} ({least} to {most}) for {counted(steps, 'step')} ({length.why}), each "
     text += f"{length.step.tokens:,.0f} tokens in {counted(length.step.num_microbatches, 'microbatch')}"
@@ -224,9 +224,13 @@ def waiting_of(answer: Plan, length: RunLength) -> WaitingRemedy | None:
     """Workers that wait since a usual step has few microbatches, in the words of `finetune`."""
     if length.step is None:
         return None
-    question, count = answer.question, length.step.num_microbatches
-    bubble = usual_figures(answer, length.step)[1]
-    return find_waiting(question.loaded.recipe, question.num_workers, count, bubble, num_sequences=length.num_sequences)
+    _, bubble = usual_figures(answer, length.step)
+    return _waiting(answer, length.step, bubble, length.num_sequences)
+
+
+def _waiting(answer: Plan, step: UsualStep, bubble: float, num_sequences: int) -> WaitingRemedy | None:
+    question, count = answer.question, step.num_microbatches
+    return find_waiting(question.loaded.recipe, question.num_workers, count, bubble, num_sequences=num_sequences)
 
 
 def tell_length(asked: PlanRequest, tell: Tell) -> None:
