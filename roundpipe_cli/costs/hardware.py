@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
 from roundpipe_cli.costs.measurement import (
+    MEASURED_ON,
     MeasuredRates,
     Measurement,
     RateCurve,
@@ -208,30 +209,30 @@ def part_of(device: Device, part: float) -> Device:
     )
 
 
-def with_rates(device: Device, rates: MeasuredRates) -> Device:
-    """The device with measured rates in place of its data sheet's."""
+def with_measured(device: Device, measurement: Measurement, *, cpu_parts: float = 1.0) -> Device | None:
+    """The device with rates of such a one that was measured, or its part of them, in place of its data sheet's; None
+    where none was.
+
+    Args:
+        cpu_parts: workers on the processor, which share its cores, for each that was measured.
+    """
+    rates = measurement.rates_for(lambda name: device.name in (name, find_gpu(name)))
+    if rates is None:
+        return None
+    rates = rates.part(1 / (cpu_parts if device.is_cpu else max(1, round(rates.memory_bytes / device.memory_bytes))))
     return replace(device, measured=rates, link_bytes_per_s=rates.link_bytes_per_s, link_is_given=True)
 
 
-def with_measured(device: Device, measurement: Measurement) -> Device | None:
-    """The device with rates of such a one that was measured, or its part of them; None where none was.
-
-    Of several the one with the slowest link counts: which slot this one has is not known.
-    """
-    alike = [one for one in measurement.workers if device.name in (one.device, find_gpu(one.device))]
-    if not alike:
-        return None
-    rates = min(alike, key=lambda one: one.link_bytes_per_s)
-    parts = 1 if device.is_cpu else max(1, round(rates.memory_bytes / device.memory_bytes))
-    return with_rates(device, rates.part(1 / parts))
-
-
-def measured_device(rates: MeasuredRates) -> Device:
-    """The device of a worker that was measured."""
-    known = find_gpu(rates.device)
-    device = with_rates(gpu_device(known or rates.device, catalogue()[known or "rtx-3090"]), rates)
-    is_cpu, has_bfloat16 = rates.device == "cpu", "bfloat16" in rates.products
-    return replace(device, memory_bytes=rates.memory_bytes, is_cpu=is_cpu, has_bfloat16=has_bfloat16)
+def measured_devices(measurement: Measurement) -> tuple[Device, ...]:
+    """The devices of the workers that were measured."""
+    devices = []
+    for one in measurement.workers:
+        known = find_gpu(one.device)
+        sheet = gpu_device(known or one.device, catalogue()[known or "rtx-3090"])
+        is_cpu, has_bfloat16 = one.device == "cpu", "bfloat16" in one.products
+        device = replace(sheet, memory_bytes=one.memory_bytes, is_cpu=is_cpu, has_bfloat16=has_bfloat16)
+        devices.append(with_measured(device, measurement) or device)
+    return tuple(devices)
 
 
 def parse_hardware(text: str, where: str | None = None) -> Hardware:
@@ -259,8 +260,8 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     notes: list[str] = []
     if file is not None:
         measurement = read_measurement(named_path(file[1].strip()))
-        machine_text = f"{measurement.label} ({Path(file[1].strip()).name})"
-        devices = [measured_device(one) for one in measurement.workers]
+        machine_text = f"{Path(file[1].strip()).name}, {MEASURED_ON}{measurement.label}"
+        devices = list(measured_devices(measurement))
         option_texts = [f"host_memory_gib={measurement.host_memory_bytes / GIB}", *filter(None, option_texts)]
         option_texts.insert(0, f"host_memory_gb_per_s={measurement.update_bytes_per_s / 1e9}")
         notes.append(measurement.note)

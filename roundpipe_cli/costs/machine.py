@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from roundpipe_cli.costs.hardware import Device, Hardware, with_measured, with_rates
-from roundpipe_cli.costs.measurement import MEASURE, own_path, read_measurement
+from roundpipe_cli.costs.hardware import Device, Hardware, with_measured
+from roundpipe_cli.costs.measurement import MEASURE, MEASURED_ON, own_path, read_measurement
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB, format_bytes
 
@@ -227,8 +227,9 @@ def _with_own_rates(hardware: Hardware) -> Hardware:
         if not own_path().exists():
             return hardware
         measurement, torch = read_measurement(own_path()), metadata.version("torch")
-        found = [device for one in hardware.devices if (device := with_measured(one, measurement)) is not None]
-        why = "" if len(found) == len(hardware.devices) else "it is of other devices"
+        parts = len(hardware.devices) / len(measurement.workers)
+        devices = tuple(filter(None, (with_measured(one, measurement, cpu_parts=parts) for one in hardware.devices)))
+        why = "" if len(devices) == len(hardware.devices) else "it is of other devices"
         why = why if measurement.torch == torch else f"it was made with torch {measurement.torch}, here is {torch}"
         if (measurement.processor, measurement.cores) != (processor_name(), num_cores()):
             why = "it is of another processor"
@@ -237,13 +238,10 @@ def _with_own_rates(hardware: Hardware) -> Hardware:
     if why:
         note = f"{NOT_USED} is not used: {why}; `{MEASURE}` measures anew"
         return replace(hardware, notes=(*hardware.notes, note))
-    share = len(measurement.workers) / len(found)  # workers on the processor divide its cores
     return replace(
         hardware,
-        devices=tuple(
-            with_rates(one, one.measured.part(share)) if one.is_cpu and one.measured else one for one in found
-        ),
-        description=f"{hardware.description}, measured on {measurement.label}",
+        devices=devices,
+        description=f"{hardware.description}, {MEASURED_ON}{measurement.label}",
         host_memory_bytes_per_s=measurement.update_bytes_per_s,
         notes=(measurement.note, *(note for note in hardware.notes if not note.startswith(ASSUMED_RATES))),
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import harmonic_mean
 
 from roundpipe_cli.cache import cache_folder, sealed, unsealed
 from roundpipe_cli.errors import RefusedError
@@ -27,6 +28,8 @@ SENT = Path(__file__).parent / "measured"
 MEASURE = "roundpipe doctor --measure"
 RateCurve = tuple[tuple[float, float], ...]
 """(size, rate) with rising sizes."""
+CURVES = ("products", "narrow_products", "attention", "memory", "unpacking")
+"""Figures of a worker that are curves by type or packed form."""
 TYPES = frozenset({"float32", "float16"})
 """Types that every device has; bfloat16 where it can."""
 
@@ -78,7 +81,7 @@ class Measurement:
         """Raises: ValueError: figures that no machine has."""
         names, figures = [self.processor, self.date, self.driver, self.torch], [self.cores, self.update_bytes_per_s]
         for one in self.workers:
-            by_type = (one.products, one.attention, one.memory, one.narrow_products, one.unpacking)
+            by_type = [getattr(one, name) for name in CURVES]
             curves = [one.launches_per_s, *(curve for group in by_type for curve in group.values())]
             if not all(curves) or any(low[0] >= high[0] for curve in curves for low, high in pairwise(curve)):
                 raise ValueError("sizes do not rise")
@@ -89,6 +92,20 @@ class Measurement:
             figures += [number for curve in curves for point in curve for number in point]
         if not self.workers or min(figures) < 1 or max(map(len, names)) > MAX_NAME:
             raise ValueError("a figure or a name that no machine has")
+
+    def rates_for(self, is_such: Callable[[str], bool]) -> MeasuredRates | None:
+        """The rates of each device whose name is such: the mean time at each size, the slowest link, the least memory;
+        None where none was measured.
+
+        Which of several a worker has is not known, and most of what they differ by is chance.
+        """
+        alike = [worker for worker in self.workers if is_such(worker.device)]
+        if not alike:
+            return None
+        curves = {name: _mean_curves([getattr(one, name) for one in alike]) for name in CURVES}
+        link_bytes_per_s = min(one.link_bytes_per_s for one in alike)
+        memory_bytes = min(one.memory_bytes for one in alike)
+        return replace(alike[0], link_bytes_per_s=link_bytes_per_s, memory_bytes=memory_bytes, **curves)
 
     @property
     def label(self) -> str:
@@ -113,6 +130,15 @@ def at(curve: RateCurve, size: float) -> float:
         if size <= high:
             return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
     return curve[-1][1]
+
+
+def _mean_curves(groups: Sequence[Mapping[str, RateCurve]]) -> dict[str, RateCurve]:
+    """The curves of devices as one's: at each size of the first that has it, the rate by the mean of their times."""
+    means: dict[str, RateCurve] = {}
+    for name, first in {name: curve for group in reversed(groups) for name, curve in group.items()}.items():
+        curves = [group[name] for group in groups if name in group]
+        means[name] = tuple((size, harmonic_mean([at(curve, size) for curve in curves])) for size, _ in first)
+    return means
 
 
 def measurement_of(content: Mapping[str, object]) -> Measurement:

@@ -82,8 +82,9 @@ def test_plan_takes_a_machines_file_and_says_where_it_was_measured(tmp_path: Pat
     assert narrow.flops_s(1e12) == pytest.approx(1.25 * 1e12 / 2e14)
     assert rates_of(device, "float16", "fp32").flops_s(1e12) == pytest.approx(1.25 * 1e12 / 1e14)
     out, _ = said("plan", "qwen3-1.7b", "--hardware", str(path), "--verbose")
-    assert "on 2 x RTX 3090, 2026-11-28 (sent.json): as --hardware says" in out and "from measured rates" in out
-    assert "measured on 2 x RTX 3090, 2026-11-28 (driver 580.65.06, torch" in out and "data sheet" not in out
+    assert "on sent.json, measured on 2 x RTX 3090, 2026-11-28: as --hardware says" in out
+    assert "from measured rates" in out and "data sheet" not in out
+    assert "measured on 2 x RTX 3090, 2026-11-28 (driver 580.65.06, torch" in out
     slow = written(tmp_path / "slow.json", workers=[worker(slowdown=2.5)] * 2)
     loaded = load_recipe("qwen3-1.7b", ["pipeline.weight_cache=0"])
     times = [make_plan(loaded, str(one)).arithmetic_s for one in (path, slow)]
@@ -95,7 +96,7 @@ def test_rates_between_sizes_and_operators_of_a_processor() -> None:
     curve = ((1e3, 10.0), (1e5, 30.0))
     assert [at(curve, size) for size in (1, 1e3, 1e4, 1e5, 1e9)] == [10.0, 10.0, pytest.approx(20.0), 30.0, 30.0]
     names, memory = ("NVIDIA GeForce RTX 3090", "cpu"), {"float32": [[1e6, 1e18]]}
-    gpu, cpu = (hardware.measured_device(measured(worker(name, memory=memory)).workers[0]) for name in names)
+    gpu, cpu = (hardware.measured_devices(measured(worker(name, memory=memory)))[0] for name in names)
     work = PassWork()
     work.product(128, 4096, 16, 2)
     assert rates_of(gpu, "bfloat16", "fp32").pass_s(work) == 4 * rates_of(cpu, "bfloat16", "fp32").pass_s(work)
@@ -164,15 +165,21 @@ def test_a_files_name_may_have_commas_and_figures_may_follow(tmp_path: Path) -> 
 def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan`, `plan --hardware here` and `finetune` ask the same question; other numbers of workers share the cores."""
+    """`plan`, `plan --hardware here`, its file and `finetune` ask the same question, whichever worker was disturbed
+    while it was measured; other numbers of workers share the cores."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PATH", "")
     loaded = load_text("{model: HuggingFaceTB/SmolLM2-135M, datasets: [{path: x.jsonl}], dtype: float32}", "r.yaml")
     before = make_plan(loaded, "here")
     assert before.question.machine_source == "this machine" and "by cores" in " ".join(before.question.hardware.notes)
-    own = content(*[worker("cpu")] * 2)
+    slow = {
+        name: {key: [[size, rate / 4] for size, rate in RATES[name][key]] for key in RATES[name]} for name in CURVES
+    }
+    own = content(worker("cpu", **slow, link_bytes_per_s=1e10), worker("cpu"))
     written(own_path(), **own)
-    found = make_plan(loaded, "here").question
+    here, by_file = (make_plan(loaded, name) for name in ("here", str(written(tmp_path / "sent.json", **own))))
+    assert here.step_s == by_file.step_s and here.bubble_ratio == by_file.bubble_ratio
+    found = here.question
     assert "measured on 2 CPU workers" in found.hardware.description
     assert found.hardware.devices == make_plan(loaded).question.hardware.devices
     assert all(device.measured is not None for device in found.hardware.devices)
@@ -196,7 +203,7 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
 
 
 def test_a_card_that_is_named_twice_gives_each_worker_its_part() -> None:
-    whole = hardware.measured_device(measured().workers[0])
+    whole = hardware.measured_devices(measured())[0]
     half = hardware.part_of(whole, 0.5)
     assert whole.measured and half.measured and half.measured.slowdown == 2 * whole.measured.slowdown
     again = hardware.with_measured(replace(half, name="rtx-3090", measured=None), measured())
