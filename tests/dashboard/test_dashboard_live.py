@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from roundpipe_cli.cli.display import Display
 from roundpipe_cli.dashboard.live import LEAVE, MAX_QUEUED, LiveDashboard, Terminal
-from roundpipe_cli.events import Notice
+from roundpipe_cli.errors import StoppedError
+from roundpipe_cli.events import Notice, RunStarted
 from tests.cli.test_terminal_text import on_a_terminal
 from tests.support.e2e import REPOSITORY, STAGES, make_model, make_workspace, metrics
 
@@ -223,3 +225,18 @@ def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
     assert not live._thread.is_alive()
     live.stop()
     assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_who_leaves_a_display_has_the_exit_code_of_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_shown: bool
+) -> None:
+    """Once it is painted; before that, the command's own handling of Ctrl-C says it."""
+    monkeypatch.setattr("roundpipe_cli.cli.display.is_terminal", lambda: True)
+    expected = StoppedError if is_shown else KeyboardInterrupt
+    with pytest.raises(expected) as left, Display(lambda event: None, dashboard=True) as display:
+        if is_shown:
+            display(RunStarted(0.0, "model", "lora", ("cpu",), 10, 0))
+        raise KeyboardInterrupt
+    if is_shown:
+        assert isinstance(left.value, StoppedError) and left.value.exit_code == 130

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from roundpipe_cli.cli.display import Display
 from roundpipe_cli.cli.watch import watch
+from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.dashboard import replay
 from roundpipe_cli.dashboard.html import comparison, page, read_report, report_page
 from roundpipe_cli.dashboard.live import last_frame
@@ -81,6 +82,9 @@ def test_what_a_run_records(finished: Path) -> None:
     assert any(text.startswith("model: ") for text in said) and any(text.startswith("data: ") for text in said)
     sample = next(event for event in told if isinstance(event, Sample))
     assert 10e6 < sample.process_bytes <= sample.host_total_bytes and sample.devices == (DeviceSample(),) * 2
+    memory = host_memory()  # a little later, so about the same
+    used_bytes = memory.total_bytes - memory.available_bytes
+    assert sample.host_used_bytes == pytest.approx(used_bytes, abs=memory.total_bytes / 4)
     timelines = [event for event in told if isinstance(event, StepTimeline)]
     assert [event.step for event in timelines] == [1, 2, 3]
     for timeline, row in zip(timelines, metrics(finished), strict=True):

@@ -479,6 +479,8 @@ def test_a_rate_above_the_peak_can_be_asked_for(folder: Path) -> None:
         (["warmup_steps=10", "max_steps=8"], "never reaches 0.01 in this run of 8 steps, 10 of them warmup"),
         (["max_steps=1"], "is 0 at most"),
         (_schedule("warmup_stable_decay", "num_stable_steps: 3"), "is 0 from step 7 to the end, step 10"),
+        (_schedule("warmup_stable_decay", "num_stable_steps: 5"), "is 0 from step 9 to the end, step 10"),
+        (_schedule("warmup_stable_decay", "num_stable_steps: 6"), None),  # as most schedules end
         ([], None),
     ],
 )
