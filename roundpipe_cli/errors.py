@@ -212,23 +212,25 @@ def closest(word: str, candidates: list[str]) -> str | None:
     if len(word) > MAX_WORD:
         return None
     lowered = {candidate.lower(): candidate for candidate in candidates}
-    near = [candidate for candidate in lowered if one_edit_apart(word.lower(), candidate)]
+    near = [candidate for candidate in lowered if num_edits(word.lower(), candidate) <= 1]
     if near:
         return lowered[max(near, key=lambda one: difflib.SequenceMatcher(None, word.lower(), one).ratio())]
     matches = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[matches[0]] if matches else None
 
 
-def one_edit_apart(one: str, other: str) -> bool:
-    """Equal, or one letter dropped, added, changed, or two neighbours swapped."""
-    if one == other:
-        return True
-    if len(one) > len(other):
-        one, other = other, one
-    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-    if len(other) - len(one) == 1:
-        return one[start:] == other[start + 1 :]
-    if len(other) != len(one):
-        return False
-    swapped = one[start + 1 : start + 2] + one[start : start + 1] + one[start + 2 :]
-    return one[start + 1 :] == other[start + 1 :] or swapped == other[start:]
+def num_edits(one: str, other: str, most: int = 1) -> int:
+    """Letters to drop, add, change or swap with their neighbour to get from one word to the other; above `most`, any
+    number above it."""
+    if abs(len(one) - len(other)) > most:
+        return most + 1
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        row = [i + 1]
+        for j, theirs in enumerate(other):
+            row.append(min(last[j] + (letter != theirs), last[j + 1] + 1, row[j] + 1))
+            if i and j and letter == other[j - 1] and theirs == one[i - 1]:
+                row[-1] = min(row[-1], before[j - 1] + 1)
+        before, last = last, row
+    return last[-1]

@@ -20,7 +20,7 @@ from typing import Any
 
 from roundpipe_cli.costs.exact_counts import is_counted_exactly
 from roundpipe_cli.costs.models import Architecture, Block, noting_all_experts, parse_config
-from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
+from roundpipe_cli.errors import RefusedError, closest, num_edits
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline, library_messages, notice
 from roundpipe_cli.packages import CARRIERS, missing_package
 from roundpipe_cli.regular_files import open_regular, read_regular
@@ -350,7 +350,7 @@ def _from_hub(model: str, revision: str | None) -> FoundConfig:
     if is_offline():
         raise _unreachable(model, "HF_HUB_OFFLINE is set")
     timeout: Any = TIMEOUT
-    slips = [known for known in shipped_figures() if one_edit_apart(model.lower(), known.lower())]
+    slips = [known for known in shipped_figures() if num_edits(model.lower(), known.lower()) <= 1]
     if slips and model not in slips:  # before the hub is asked, which takes long where it does not answer
         notice(f"asking the hub for {model}; did you mean {slips[0]}?")
 

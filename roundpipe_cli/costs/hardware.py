@@ -34,7 +34,7 @@ from roundpipe_cli.costs.measurement import (
     sent_measurements,
 )
 from roundpipe_cli.costs.settings import DType
-from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
+from roundpipe_cli.errors import RefusedError, closest, num_edits
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import GIB
 
@@ -405,7 +405,7 @@ def _same_model(name: str) -> str | None:
             continue
         lacks_or_repeats = not series and _maker(known) == "nvidia" and len(words[1]) == 4 != len(number) and may_lack
         is_slip = sorted(words[1]) == sorted(number) or lacks_or_repeats
-        is_near = len(number) > 2 and words[1][0] == number[0] and is_slip and one_edit_apart(number, words[1])
+        is_near = len(number) > 2 and words[1][0] == number[0] and is_slip and num_edits(number, words[1]) <= 1
         if words[1] == number or is_near:
             near[words[2]] = known
     begins = max((known for known in near if rest.startswith(known)), key=len, default="")

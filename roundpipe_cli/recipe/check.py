@@ -19,7 +19,7 @@ from roundpipe_cli.choices import (
     PAIR_OBJECTIVES,
     SCHEDULE_KINDS,
 )
-from roundpipe_cli.errors import Problem
+from roundpipe_cli.errors import Problem, num_edits
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.foreign import OF_ROWS, answer_of, answer_to, hint_for
 from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
@@ -361,7 +361,7 @@ def near_spelling(word: str, candidates: Iterable[str]) -> str | None:
         if least < SHORT_WORD and (plain[:1] != other[:1] or (least < 4 and not set(plain) <= set(other))):
             return None
         most = max(1, least // LETTERS_AN_EDIT)
-        num = _num_edits(plain, other, most)
+        num = num_edits(plain, other, most)
         if num > 1 and len(words) > 1 and words == sorted(re.split(r"[^a-z0-9]+", candidate.lower())):
             return 1
         return num if num <= most else None
@@ -372,23 +372,6 @@ def near_spelling(word: str, candidates: Iterable[str]) -> str | None:
 
 def _plain(word: str) -> str:
     return re.sub(r"[^a-z0-9]", "", word.lower())
-
-
-def _num_edits(one: str, other: str, most: int) -> int:
-    """Letters to drop, add, change or swap with their neighbour to get from one word to the other; above `most`, any
-    number above it."""
-    if abs(len(one) - len(other)) > most:
-        return most + 1
-    before: list[int] = []
-    last = list(range(len(other) + 1))
-    for i, letter in enumerate(one):
-        row = [i + 1]
-        for j, theirs in enumerate(other):
-            row.append(min(last[j] + (letter != theirs), last[j + 1] + 1, row[j] + 1))
-            if i and j and letter == other[j - 1] and theirs == one[i - 1]:
-                row[-1] = min(row[-1], before[j - 1] + 1)
-        before, last = last, row
-    return last[-1]
 
 
 def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings) -> None:

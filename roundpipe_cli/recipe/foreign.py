@@ -7,14 +7,15 @@ accelerate. Spellings that a recipe takes are in `aliases.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
 from roundpipe_cli.units import either
 
-AnswerKind = Literal["write", "advice", "other", "job", "media", "idle", "row", "changed row"]
+AnswerKind = Literal["write", "advice", "other", "job", "media", "idle", "row", "changed row", "topic"]
 """`idle`: decided by the program itself, so a file loses nothing; `other`: training is another without it, and the text
 says what is done instead; `advice`: what to know where nothing else is trained; `write`: what to write, where the value
 decides what `convert` makes of it; `job` and `media`: it asks for a job that no recipe does, `media` whatever its
@@ -34,72 +35,76 @@ class Answer(NamedTuple):
         return _BEFORE.get(self.kind, "") + self.text
 
 
-# Names are words of a text; `name_*` stands for every name that begins so, where none is listed whole.
-
-_DEVICES = "layers are streamed through all devices anyway; name them with pipeline.devices"
-_ATTENTION = "the attention kernel is chosen automatically"
-_KERNELS = "fused operators are chosen by `kernels: auto`"
-_MEMORY = "memory is planned; pipeline.recompute says which activations are kept, load_in_4bit packs frozen weights"
-_ROWS = "rows are read, tokenised and cached beside training, and padded to their microbatch's length"
-_MODEL = "the model's own files say what it is and how it is loaded"
-_TOLD = "the dashboard, metrics.jsonl and the report have every step; report_to names trackers"
-_TRACKERS = "report_to names trackers (tensorboard, wandb, mlflow, trackio), which read the rest from their variables"
-_WRITTEN = "`roundpipe generate` writes answers, and has such settings; while training, eval_samples writes some"
+# Names are words of a text; `name_*` stands for every name that begins so, where none is listed whole, and `~word`, for
+# recipes alone, for every name with a word of that pattern that no key of ours is near to: `convert` names such keys as
+# unknown.
 
 _IDLE: Mapping[str, str] = {
-    _DEVICES: """
+    "layers are streamed through all devices anyway; name them with pipeline.devices": r"""
         deepspeed fsdp fsdp_config device_map max_memory gpu_memory_limit dp_shard_size dp_replicate_size local_rank
         context_parallel_size sequence_parallel_degree tensor_parallel_size heads_k_stride ring_attn_func use_ray use_kt
         tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel expert_model_parallel_size use_cpu
         overlap_param_gather overlap_grad_reduce use_distributed_optimizer use_hyper_parallel hyper_parallel_args
         world_size accelerator_config parallelism_config ddp master_addr master_port device resources_per_worker use_mca
         capabilities env_capabilities deepcompile moe_token_dispatcher_type ray_* fsdp_* ddp_* expert_parallel_*
-        zero_optimization zero_* stage3_* num_machines compute_environment num_gpus strategy""",
-    _ATTENTION: """
+        zero_optimization zero_* stage3_* num_machines compute_environment num_gpus strategy ~fsdp\d? ~deepspeed
+        ~zero\d? ~ddp ~nccl ~megatron ~mesh ~shards? ~sharded ~parallel ~parallelism ~tpu ~cuda ~gpus? ~machines?
+        ~processes ~nodes? ~rank ~rdzv ~nproc ~tp ~pp ~dp ~bucket ~buckets ~buffers? ~gathers? ~scatter ~allgather
+        ~comm ~overlap ~affinity ~stage3 ~contiguous ~gradients ~sharding ~wrap ~accelerator ~distributed ~broadcast
+        ~persistence ~state_dict ~sync ~reshard ~ds""",
+    "the attention kernel is chosen automatically": """
         flash_attention sdp_attention xformers_attention attn_implementation flash_attn flex_attention
         flex_attn_compile_kwargs eager_attention sage_attention gemma4_hybrid_attn_impl large_head_attention sdpa_varlen
-        flash_* scaling_softmax_*""",
-    _KERNELS: """
+        flash_* scaling_softmax_* ~attn ~attention ~sdpa ~xformers ~flash""",
+    "fused operators are chosen by `kernels: auto`": """
         fused_attn_kernel scattermoe use_v1_kernels use_kernels bias_activation_fusion apply_rope_fusion
         moe_grouped_gemm enable_liger_kernel use_liger_kernel cut_cross_entropy chunked_cross_entropy
         chunked_cross_entropy_num_chunks use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels
         dsv4_fp4_grouped_mode experts_implementation use_unsloth lora_mlp_kernel lora_qkv_kernel lora_o_kernel
-        lora_embedding_kernel liger_* torch_compile* kt_* liger_kernel_config""",
-    _MEMORY: """
+        lora_embedding_kernel liger_* torch_compile* kt_* liger_kernel_config ~compile ~inductor ~dynamo ~liger ~fused
+        ~kernels? ~triton ~unsloth ~fullgraph""",
+    "memory is planned; pipeline.recompute says which activations are kept, load_in_4bit packs frozen weights": """
         layer_offloading offload_folder ple_cpu_offload experimental_skip_move_to_device lora_on_cpu use_unsloth_gc
         gradient_checkpointing_kwargs selective_checkpointing disable_gradient_checkpointing use_reentrant_gc
         low_cpu_mem_usage recompute_granularity upcast_layernorm upcast_lmhead_output gc_steps torch_empty_cache_steps
         gradient_checkpointing use_bnb_nested_quant double_quantization nvfp4_merge_aware quantize_moe_experts
         quantization_device_map bnb_config_kwargs quantization qlora_sharded_model_loading embeddings_skip_upcast
         gc_collect_steps tiled_mlp* bnb_4bit_* fp8_* activation_checkpointing* activation_offloading*
-        training.gradient_checkpointing training.load_in_4bit cpu_offload_*""",
-    _ROWS: """
+        training.gradient_checkpointing training.load_in_4bit cpu_offload_* ~checkpointing ~offload ~offloading ~nvme
+        ~recomputation ~recompute ~hooks ~ac ~activations ~pin""",
+    "rows are read, tokenised and cached beside training, and padded to their microbatch's length": """
         dataset_prepared_path dataset_processes dataset_num_proc preprocessing_num_workers overwrite_cache
-        dataset_keep_in_memory preprocessing_batch_size data_shared_file_system streaming dataset_streaming buffer_size
-        tokenized_path streaming_multipack_buffer_size preprocess_shards remove_unused_columns pad_to_sequence_len
-        pad_to_multiple_of padding_free eval_sample_packing eval_packing batch_flattening multipack_real_batches
-        shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset is_preprocess preprocess_iterable
-        pretrain_multipack_buffer_size num_dataset_shards_to_save push_dataset_to_hub total_supervised_tokens
-        total_num_tokens label_names length_column_name pad_token data.format_type dataloader_* sample_packing_*""",
-    _MODEL: """
+        dataset_keep_in_memory preprocessing_batch_size data_shared_file_system streaming dataset_streaming
+        buffer_size tokenized_path streaming_multipack_buffer_size preprocess_shards remove_unused_columns
+        pad_to_sequence_len pad_to_multiple_of padding_free eval_sample_packing eval_packing batch_flattening
+        multipack_real_batches shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset is_preprocess
+        preprocess_iterable pretrain_multipack_buffer_size num_dataset_shards_to_save push_dataset_to_hub
+        total_supervised_tokens total_num_tokens label_names length_column_name pad_token data.format_type
+        dataloader_* sample_packing_* ~dataloader ~loader ~prefetch ~workers? ~tokenization ~preprocessing ~collator
+        ~collate ~sampler ~padding ~pad""",
+    "the model's own files say what it is and how it is loaded": """
         model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_qwen_derived_model strict
         is_falcon_derived_model use_fast_tokenizer tokenizer_use_fast llama4_linearized_experts use_adapter
         lora_task_type type_of_model cls_model_config infer_dtype use_cache use_kv_cache init_special_tokens
         mean_resizing_embeddings fp32_norm_classes ignore_bias_buffers torchdistx_path tokenizer_save_jinja_files
         axolotl_config_path tokenizer task_type peft_type peft_version inference_mode auto_mapping
-        base_model_name_or_path cache_dir""",
-    _TOLD: """
+        base_model_name_or_path cache_dir ~config ~configuration ~architectures? ~arch ~hidden ~heads? ~layers? ~embed
+        ~embedding ~num_heads ~intermediate""",
+    "the dashboard, metrics.jsonl and the report have every step; report_to names trackers": """
         disable_tqdm plot_loss include_tokens_per_second include_num_input_tokens_seen include_tkps print_param_status
         include_effective_tokens_per_second skip_memory_metrics enable_torch_profiler debug run_name project trl_version
-        profiler_* profile_* log_* logging_*""",
-    _TRACKERS: """
+        profiler_* profile_* log_* logging_* ~log ~logs ~logger ~logging ~profile ~profiler ~profiling ~trace ~tracing
+        ~metrics? ~verbose ~debug ~breakdown ~print""",
+    "report_to names trackers (tensorboard, wandb, mlflow, trackio), which read the rest from their variables": """
         wandb_* swanlab_* mlflow_* comet_* otel_* trackio_* hf_mlflow_* use_wandb* use_swanlab* use_mlflow* use_comet*
-        use_otel* use_trackio* gradio_* logging.wandb_project logging.wandb_token logging.tensorboard_dir""",
+        use_otel* use_trackio* gradio_* logging.wandb_project logging.wandb_token logging.tensorboard_dir ~wandb
+        ~swanlab ~mlflow ~comet ~neptune ~clearml ~trackio ~tensorboard ~aim ~dvclive ~codecarbon""",
     "the hub's settings are hub_model_id and revision; secrets belong into `hf auth login` or HF_TOKEN": """
         hf_use_auth_token hf_hub_token ms_hub_token om_hub_token hub_* logging.hf_token token""",
-    _WRITTEN: """
+    "`roundpipe generate` writes answers, and has such settings; while training, eval_samples writes some": """
         temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens
-        infer_backend generation_* generate_samples* lm_eval_* vllm_* sglang_* export_*""",
+        infer_backend generation_* generate_samples* lm_eval_* vllm_* sglang_* export_* ~generate ~generation ~sampling
+        ~beams? ~temperature ~vllm ~sglang ~inference""",
     "an evaluation is the loss of all its rows, at eval_steps and at the end": """
         eval_batch_size per_device_eval_batch_size eval_on_start do_causal_lm_eval eval_causal_lm_metrics
         eval_table_size bf16_full_eval fp16_full_eval include_for_metrics batch_eval_metrics prediction_loss_only
@@ -244,7 +249,7 @@ _WRITE: Mapping[str, str] = {
         dpo_use_weighting dpo_loss_weights dpo_norm_loss pref_bco_weight discopop_tau""",
     _UNPAIRED: """
         desirable_weight undesirable_weight kto_desirable_weight kto_undesirable_weight kto_chosen_weight
-        kto_rejected_weight""",
+        kto_rejected_weight ~kto ~bco ~undesirable""",
     "the reference of objective dpo is the base model, or the adapter of lora.start_from as it is": """
         precompute_ref_log_probs precompute_ref_batch_size ref_model_mixup_alpha ref_model_sync_steps ref_model
         ref_model_adapters ref_model_name_or_path reference_free sync_ref_model ref_checkpointer""",
@@ -302,7 +307,9 @@ _WRITE: Mapping[str, str] = {
         mask_prompt response_template instruction_template train_on_responses_only completion_only""",
     "write micro_batch_size; one number for all GPUs": """
         micro_batch_size_per_gpu per_gpu_train_batch_size train_micro_batch_size_per_gpu""",
-    _NO_IMAGES: "image_column images image_dir audio_column audio_dir",
+    _NO_IMAGES: """
+        image_column images image_dir audio_column audio_dir ~images? ~videos? ~vision ~visual ~audio ~speech ~pixels?
+        ~multimodal ~mm ~mmproj""",
     "layers are streamed through the GPUs: nothing is sharded or wrapped": "auto_wrap_policy mixed_precision_policy",
     "the head's sums are in float32 already": "cast_lm_head_to_fp32",
     "batches are not split: micro_batch_size is that of a worker's work": "split_batches dispatch_batches",
@@ -443,55 +450,39 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Recipe key -> advice -> values of other trainers."""
 
-# Words in the names of keys that no table has, for recipes alone: they say what a key is about; `convert` names such
-# keys as unknown.
-
 _TOPICS: Mapping[str, str] = {
-    _NO_IMAGES: "images? videos? vision visual audio speech pixels? multimodal mm mmproj",
-    _REWARDED: "kl rewards? ppo grpo rloo rollouts? advantages? vespo sapo judge",
-    _UNPAIRED: "kto bco undesirable",
-    f"not offered: {DISTILLATION}": "teacher distill distillation gkd kd",
-    f"not offered: {CLASSIFIER}": "classes classifier classification num_classes problem regression label2id id2label",
-    _DEVICES: r"""
-        fsdp\d? deepspeed zero\d? ddp nccl megatron mesh shards? sharded parallel parallelism tpu cuda gpus? machines?
-        processes nodes? rank rdzv nccl nproc tp pp dp bucket buckets buffers? gathers? scatter allgather comm overlap
-        affinity stage3 contiguous gradients sharding wrap accelerator distributed broadcast persistence
-        state_dict sync reshard ds""",
+    _REWARDED: "~kl ~rewards? ~ppo ~grpo ~rloo ~rollouts? ~advantages? ~vespo ~sapo ~judge",
+    f"not offered: {DISTILLATION}": "~teacher ~distill ~distillation ~gkd ~kd",
+    f"not offered: {CLASSIFIER}": """
+        ~classes ~classifier ~classification ~num_classes ~problem ~regression ~label2id ~id2label""",
     "dtype: float16 scales the loss by itself; masters and gradients are float32": """
-        scale hysteresis backoff growth autocast dtype fp16 bf16 fp32 downcast overflow""",
-    _TRACKERS: "wandb swanlab mlflow comet neptune clearml trackio tensorboard aim dvclive codecarbon",
-    _ATTENTION: "attn attention sdpa xformers flash",
-    _KERNELS: "compile inductor dynamo liger fused kernels? triton unsloth fullgraph",
+        ~scale ~hysteresis ~backoff ~growth ~autocast ~dtype ~fp16 ~bf16 ~fp32 ~downcast ~overflow""",
     "write load_in_4bit, load_in_8bit or load_in_fp8: true; other packed forms are not read or trained": """
-        quant quantization quantize quantized gptq awq bnb hqq eetq aqlm nf4 int8 int4 4bit 8bit fp8 float8""",
-    _MEMORY: "checkpointing offload offloading nvme recomputation recompute hooks ac activations pin",
-    _ROWS: "dataloader loader prefetch workers? tokenization preprocessing collator collate sampler padding pad",
-    "the tokenizer is the model's own; add_tokens adds words to it": "tokenizer tokens? vocab bos eos merges",
-    "the chat template is the tokenizer's own; another one goes into chat_template": "template jinja prompts?",
-    _WRITTEN: "generate generation sampling beams? temperature vllm sglang inference",
-    "the model's own positions are used": "rope yarn longrope positions?",
+        ~quant ~quantization ~quantize ~quantized ~gptq ~awq ~bnb ~hqq ~eetq ~aqlm ~nf4 ~int8 ~int4 ~4bit ~8bit ~fp8
+        ~float8""",
+    "the tokenizer is the model's own; add_tokens adds words to it": "~tokenizer ~tokens? ~vocab ~bos ~eos ~merges",
+    "the chat template is the tokenizer's own; another one goes into chat_template": "~template ~jinja ~prompts?",
+    "the model's own positions are used": "~rope ~yarn ~longrope ~positions?",
     f"not offered; optim is {', '.join(OPTIMIZERS)}": """
-        galore apollo badam lisa lomo adalomo lion sophia muon dion soap""",
-    _MODEL: "config configuration architectures? arch hidden heads? layers? embed embedding num_heads intermediate",
-    _TOLD: "log logs logger logging profile profiler profiling trace tracing metrics? verbose debug breakdown print",
+        ~galore ~apollo ~badam ~lisa ~lomo ~adalomo ~lion ~sophia ~muon ~dion ~soap""",
     "checkpoints and the result are written to output_dir: save_steps, save_total_limit": """
-        save checkpoints? checkpointer saving resume""",
+        ~save ~checkpoints? ~checkpointer ~saving ~resume""",
     "evaluation: val_set_size or eval_datasets, eval_steps, eval_samples": """
-        eval evals? evaluation validation val bench""",
+        ~eval ~evals? ~evaluation ~validation ~val ~bench""",
     "write a schedule by lr_scheduler_type and lr_scheduler_kwargs, with learning_rate and warmup_steps": """
-        scheduler lr warmup annealing cooldown""",
+        ~scheduler ~lr ~warmup ~annealing ~cooldown""",
     "write optim, and what it takes: adam_beta1, adam_beta2, adam_epsilon, sgd_momentum": """
-        optimizer optim adam momentum""",
-    "adapters are set in the section lora": "peft lora adapters? rank loftq pissa olora",
+        ~optimizer ~optim ~adam ~momentum""",
+    "adapters are set in the section lora": "~peft ~lora ~adapters? ~rank ~loftq ~pissa ~olora",
     "data sets are set in datasets, each with path, type, split and columns": """
-        dataset datasets? rows? corpus split columns?""",
-    "the result is uploaded to hub_model_id: me/my-model": "hub repo push upload hf",
+        ~dataset ~datasets? ~rows? ~corpus ~split ~columns?""",
+    "the result is uploaded to hub_model_id: me/my-model": "~hub ~repo ~push ~upload ~hf",
 }
-"""Answer -> patterns of words in a key's name."""
+"""What a key is about by its words alone."""
 
 _TABLES: Mapping[AnswerKind, Mapping[str, str]] = {
     **{"write": _WRITE, "advice": _ADVICE, "other": _OTHER, "job": _JOBS, "media": _MEDIA, "idle": _IDLE},
-    **{"row": _ROW_ADVICE, "changed row": _CHANGED_ROWS},
+    **{"row": _ROW_ADVICE, "changed row": _CHANGED_ROWS, "topic": _TOPICS},
 }
 _OF_KEYS: tuple[AnswerKind, ...] = ("write", "media", "advice", "other", "job", "idle")
 OF_ROWS: tuple[AnswerKind, ...] = ("row", "changed row")
@@ -505,14 +496,10 @@ def _named(kind: AnswerKind) -> dict[str, Answer]:
 def answer_of(key: str, kinds: tuple[AnswerKind, ...] = _OF_KEYS, *, begins: bool = False) -> Answer | None:
     """The answer to a key of another trainer in the first of these tables that has it by its whole name, or where
     `begins` says so, by its beginning."""
-    if found := next((table[key] for kind in kinds if key in (table := _named(kind)) and key[-1:] != "*"), None):
-        return found
-    return next(_beginning(key, kinds), None) if begins else None
-
-
-def _beginning(key: str, kinds: tuple[AnswerKind, ...]) -> Iterator[Answer]:
-    for kind in kinds:
-        yield from (found for name, found in _named(kind).items() if name[-1:] == "*" and key.startswith(name[:-1]))
+    names = [name for kind in kinds for name in _named(kind).items()]
+    whole = (found for name, found in names if name == key and key.strip("~*") == key)
+    longer = (found for name, found in names if begins and name[-1] == "*" and key.startswith(name[:-1]))
+    return next(chain(whole, longer), None)
 
 
 def is_off(value: object) -> bool:
@@ -536,14 +523,12 @@ def hint_for(key: str) -> str | None:
     """The answer to a key that is near no key of ours: by its name, its beginning, or the words in it."""
     if found := answer_of(key) or answer_of(key, ("job", "idle"), begins=True):
         return found.hint
-    words = set(re.split(r"[^a-z0-9]+", key.lower()))
-    found_by_words = [
-        text
-        for text, patterns in _TOPICS.items()
-        if any(re.fullmatch(pattern, word) for pattern in patterns.split() for word in words)
-    ]
-    is_one = len(found_by_words) == 1 or _NO_IMAGES in found_by_words  # of two others it may mean either, or neither
-    return found_by_words[0] if is_one else None
+    words = re.split(r"[^a-z0-9]+", key.lower())
+    names = ((name, found.text) for kind in _TABLES for name, found in _named(kind).items() if name[0] == "~")
+    texts = {text for name, text in names if any(re.fullmatch(name[1:], word) for word in words)}
+    if _NO_IMAGES in texts:
+        return _NO_IMAGES
+    return texts.pop() if len(texts) == 1 else None  # of two it may mean either, or neither
 
 
 def answer_to(key: str, value: object) -> str | None:
