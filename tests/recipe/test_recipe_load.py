@@ -365,14 +365,6 @@ def test_a_key_that_recipes_once_had_is_refused_with_a_hint_and_left_out_where_i
     assert not set(REMOVED) & {*known_keys(Recipe), *ALIASES} and not any(map(answer_of, REMOVED))
 
 
-def test_devices_are_processors_and_gpus(tmp_path: Path) -> None:
-    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.devices=emulated")
-    assert "pipeline.devices has a value that is not accepted" in found
-    assert "write [" not in found, "a list of it would be refused too"
-    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.devices=cpu, cpu")
-    assert "write [cpu, cpu]" in found
-
-
 def test_lora_keys_with_full_fine_tuning_are_noticed(tmp_path: Path) -> None:
     loaded = load_recipe(write(tmp_path, SMALLEST + "method: full\nlora: {r: 8}\n"))
     assert loaded.notices == ("lora: not used, since method is full",)

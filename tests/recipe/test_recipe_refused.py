@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import DatasetConfig
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, parse_bytes
-from tests.recipe.test_recipe_load import problems_of, write
 
 GOOD = b"model: some/model\ndatasets:\n  - {path: rows.jsonl}\n"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -256,23 +254,3 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, fifo, Path("/dev/zero"), Path("/dev/stdin"), tmp_path / "none.yaml"):
         with pytest.raises(RefusedError):
             load_recipe(path)
-
-
-@pytest.mark.parametrize(
-    ("lines", "key", "what"),
-    [
-        ("long_rows_overlap: 4\n", "long_rows_overlap", "only sequences of a split row can overlap"),
-        ("long_rows: split\nmax_seq_length: 8\nlong_rows_overlap: 8\n", "long_rows_overlap", "have none to train"),
-        ("long_rows: split\neval_datasets: [{path: b, type: chat}]\n", "eval_datasets", "only rows of type text"),
-        ("long_rows: split\nobjective: dpo\n", "long_rows", "pairs cannot be split"),
-    ],
-)
-def test_what_cannot_be_split(tmp_path: Path, lines: str, key: str, what: str) -> None:
-    found = problems_of(write(tmp_path, f"model: m\ndatasets: [{{path: a}}]\n{lines}"))
-    assert any(re.search(rf"{key}\S*: .*{what}", problem) for problem in found), found
-
-
-@pytest.mark.parametrize("text", ["{a b: 1}", "{-x: 2}", "{'': x}", "{think: [1]}", "{think: null}"])
-def test_variables_of_a_template_have_names_and_plain_values(tmp_path: Path, text: str) -> None:
-    (found,) = problems_of(write(tmp_path, f"model: m\ndatasets: [{{path: a}}]\nchat_template_kwargs: {text}\n"))
-    assert "mine.yaml:3: chat_template_kwargs" in found

@@ -27,8 +27,8 @@ def arena() -> Iterator[Arena]:
     shutil.rmtree(folder)
 
 
-HELD_BY_OTHERS = ("cuts", "flips", "lost", "sigterm")
-"""Promises that files of tests/train try in the suite: checkpoint_store (two), lost_devices, finetune_resume."""
+HELD_BY_OTHERS = ("lost", "sigterm")
+"""Promises that files of tests/train try in the suite: lost_devices, finetune_resume."""
 
 
 @pytest.mark.slow

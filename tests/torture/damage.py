@@ -1,4 +1,4 @@
-"""Damage done to the newest checkpoint: by a flipped bit, or by a cut."""
+"""Damage done to the newest checkpoint: flipped bits, cuts, and files that are missing, empty, zeroed or too many."""
 
 from __future__ import annotations
 
@@ -7,103 +7,72 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.support.e2e import Outcome, tree
+from tests.support.e2e import tree
 from tests.torture.arena import Arena, Seen, assert_identical, saved, spread, start
 
 PASSED_OVER = re.compile(r"checkpoint (step-\d+) is damaged and passed over: (.*)")
 
 
-def bit_flips(arena: Arena, count: int) -> Seen:
-    """Flip one bit of one file of the newest checkpoint, then resume: noticed, or without any effect on the run."""
-    unnoticed: list[Path] = []
-
-    def attempt(index: int, draw: random.Random) -> None:
-        work = arena.killed()
-        path = draw.choice(sorted(saved(work)[-1].iterdir()))
-        data = bytearray(path.read_bytes())
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
-        done = start(work, "--resume").finish()
-        if done.code == 6:  # a flipped version digit reads as a newer release: refused, which is detection too
-            assert path.name == "manifest.json" and "format version" in done.err, done.err
-        else:
-            done.expect(0)
-            noticed = _warnings(done)
-            assert len(noticed) <= 1, done.err
-            assert noticed or path.name == "manifest.json", f"a flipped bit of {path.name} went unseen"
-            if not noticed:
-                unnoticed.append(path)
-            assert_identical(work, arena.reference())
-        shutil.rmtree(work)
-
-    failures = arena.each(count, attempt)
-    noticed = count - len(unnoticed) - len(failures)
-    return Seen(count, failures, f"{noticed} noticed, {len(unnoticed)} without effect")
-
-
-def truncations(arena: Arena, count: int) -> Seen:
-    """Cut one file of the newest checkpoint, then resume: one warning with both sizes, and the checkpoint before."""
-
-    def attempt(index: int, draw: random.Random) -> None:
-        work = arena.killed()
-        path = draw.choice(sorted(saved(work)[-1].iterdir()))
-        data = path.read_bytes()
-        size = draw.randrange(len(data) - 1)  # without the final line break alone a JSON file is whole
-        path.write_bytes(data[:size])
-        done = start(work, "--resume").finish().expect(0)
-        [(name, damage)] = _warnings(done)
-        sizes = [] if path.name == "manifest.json" else [f"{size} bytes", f"{len(data)} bytes"]
-        assert name == path.parent.name and all(word in damage for word in (path.name, *sizes)), damage
-        assert_identical(work, arena.reference())
-        shutil.rmtree(work)
-
-    return Seen(count, arena.each(count, attempt))
-
-
-def damaged_sets(arena: Arena, count: int) -> Seen:
-    """Files missing, empty, all zero, replaced by a folder, one too many; the newest or both; 16 ways."""
+def damaged(arena: Arena, count: int) -> Seen:
+    """Damage one file of the newest checkpoint, or its folder, or a file of all; then resume: it is noticed, named and
+    the one before taken, or it had no effect on the run. Each way of a list once, then bits and cuts in turn."""
     names = sorted(path.name for path in saved(arena.killed())[-1].iterdir())
     ways = [(name, way) for name in names for way in ("missing", "empty", "zero")]
     ways += [("", "extra"), ("", "hollow"), ("state.json", "folder"), ("", "all")]
-    ways = spread(ways, count)
+    ways = spread(ways, count) + [("", ("flip", "cut")[index % 2]) for index in range(count - len(ways))]
+    unnoticed: list[str] = []
 
     def attempt(index: int, draw: random.Random) -> None:
         name, way = ways[index]
-        work = arena.killed()
+        name, work = name or draw.choice(names), arena.killed()
         for folder in saved(work) if way == "all" else saved(work)[-1:]:
-            _damage(folder, name or names[0], way)
-        before = {path: data for path, data in tree(work / "out").items() if "step-" in path}
+            sizes = _damage(folder, name, way, draw)
+        before = _checkpoints(work)
         done = start(work, "--resume").finish()
+        told = PASSED_OVER.findall(done.err)
         if way == "all":
             done.expect(6)
-            assert len(_warnings(done)) == 2, done.err
-            now = {path: data for path, data in tree(work / "out").items() if "step-" in path}
-            assert now == before, "exit 6, and yet something was changed"
+            assert len(told) == 2, done.err
+            assert _checkpoints(work) == before, "exit 6, and yet something was changed"
+        elif way == "flip" and done.code == 6:  # a flipped version digit reads as a newer release: detection too
+            assert name == "manifest.json" and "format version" in done.err, done.err
         else:
             done.expect(0)
-            assert len(_warnings(done)) == 1, done.err
+            if not told:
+                assert (name, way) == ("manifest.json", "flip"), f"{way} of {name} went unseen"
+                unnoticed.append(name)
+            elif way == "cut":
+                [(folder_name, damage)] = told
+                needles = [name] if name == "manifest.json" else [name, *sizes]
+                assert folder_name == folder.name and all(word in damage for word in needles), damage
+            assert len(told) <= 1, done.err
             assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
-    return Seen(len(ways), arena.each(len(ways), attempt))
+    return Seen(len(ways), arena.each(len(ways), attempt), f"{len(unnoticed)} without effect")
 
 
-def _damage(folder: Path, name: str, way: str) -> None:
+def _checkpoints(work: Path) -> dict[str, bytes]:
+    return {path: data for path, data in tree(work / "out").items() if "step-" in path}
+
+
+def _damage(folder: Path, name: str, way: str, draw: random.Random) -> list[str]:
+    """Sizes of the file, damaged and whole, as they are told."""
     path = folder / name
-    if way in ("missing", "folder", "all"):
-        path.unlink()
-    if way == "folder":
-        path.mkdir()
-    elif way == "empty":
-        path.write_bytes(b"")
-    elif way == "zero":
-        path.write_bytes(bytes(path.stat().st_size))
+    data = path.read_bytes()
+    found = bytearray(data)
+    found[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    cut = data[: draw.randrange(len(data) - 1)]  # without the final line break alone a JSON file is whole
+    contents = {"flip": bytes(found), "cut": cut, "empty": b"", "zero": bytes(len(data))}
+    if way in contents:
+        path.write_bytes(contents[way])
     elif way == "extra":
         (folder / "note.txt").write_text("hello")
     elif way == "hollow":
         shutil.rmtree(folder)
         folder.mkdir()
-
-
-def _warnings(done: Outcome) -> list[tuple[str, str]]:
-    return PASSED_OVER.findall(done.err)
+    else:
+        path.unlink()
+    if way == "folder":
+        path.mkdir()
+    return [f"{len(one)} bytes" for one in (contents.get(way, b""), data)]

@@ -417,9 +417,3 @@ def test_nan_in_a_pass_without_training_ends_the_run(folder: Path, stages: list[
     words = (*EVALUATION, "eval_samples=0", "pipeline.devices=[cpu]", f"pipeline.forward_stages={stages}")
     done = finetune(folder, *words, fault="compute:nan:step=2:nth=1").expect(4)
     assert "the loss of the evaluation is not finite" in done.err and "after step 2" in done.err
-
-
-def test_keys_of_evaluation_without_rows_are_refused(folder: Path) -> None:
-    done = finetune(folder, "eval_steps=2", "load_best_model_at_end=true").expect(2)
-    assert "eval_steps needs rows" in done.err and "load_best_model_at_end needs rows" in done.err
-    assert "missing.jsonl" in finetune(folder, "eval_datasets=[{path: missing.jsonl}]").expect(2).err

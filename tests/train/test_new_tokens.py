@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.analytic import trainable_params
-from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.new_tokens import grow_tables
 from roundpipe_cli.planning.question import ask
@@ -225,19 +225,6 @@ def test_tokens_that_are_there_already(tmp_path: Path, models: dict[str, Path]) 
     assert "<w1>" in shown.out
     with pytest.raises(RefusedError, match="makes words of this piece already"):
         setup_of(folder, "add_tokens=[<w1>, a]")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "what"),
-    [
-        ("['<a>', '<b>', '<a>']", "the token <a> is named twice"),
-        ("['']", "text that is not empty"),
-    ],
-)
-def test_tokens_that_are_none_or_twice_are_refused(tokens: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("model: m\ndatasets: [{path: rows.jsonl}]\n")
-    with pytest.raises(RecipeError, match=what):
-        load_recipe(str(tmp_path / "recipe.yaml"), [f"add_tokens={tokens}"])
 
 
 def test_rows_that_would_not_be_trained_are_refused(tmp_path: Path, models: dict[str, Path]) -> None:
