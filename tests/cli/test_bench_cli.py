@@ -125,37 +125,6 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert "cannot write picture.svg" in refusal(invoke(path, "--svg", str(tmp_path / "no" / "picture.svg")))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--schedule", "gpip"], "did you mean gpipe?"),
-        (["--steps", "3"], "--steps must be 1 or even"),
-        (["--forward-stages", "[[0, 2], [3, 9]]"], "not a range of layers"),
-        (["--forward-stages", "[[0, 0], [1, 1], [2, 2], [3, 3], [4, 4], [5, 5], [6, 6], [7, 7]]"], "not a range"),
-        (["--forward-stages", json.dumps([[0, 6], *[[7, 6]] * 9])], "more stages than layers"),
-        (["--backward-stages", "[[0, 6]]"], "--backward-stages without --forward-stages"),
-        (["--schedule", "roundpipe", "--forward-stages", "[[0, 5]]"], "roundpipe needs --backward-stages"),
-        (["--schedule", "gpipe", "--forward-stages", "[[0, 1], [2, 3], [4, 6]]"], "one stage per worker"),
-    ],
-)
-def test_refused_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
-    assert message in refusal(invoke(write(tmp_path, costs_of()), *arguments))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--workers 3", "--microbatches 4", "--steps 2", "--staleness 0", "--accounting published", "--svg a.svg"),
-        *("--hardware 8x4090", "--forward-stages [[0,3]]", "--backward-stages [[0,3]]"),
-    ],
-)
-def test_flags_of_a_simulation_are_refused_beside_run(words: str) -> None:
-    """They were read and ignored: what was measured was the recipe as it stands."""
-    text = refusal(CliRunner().invoke(APP, ["quickstart", "--run", *words.split()]))
-    assert f"found: {words.split()[0]}" in text and "only simulated" in text
-    assert "--run needs a recipe" in refusal(CliRunner().invoke(APP, ["--run"]))
-
-
 def test_switches_of_the_planner_are_recipe_keys() -> None:
     for words, key in (
         (["--head-workers", "4"], "pipeline.head_workers=4"),

@@ -94,24 +94,6 @@ def test_given_figures_replace_the_catalogues() -> None:
     assert rates == pytest.approx([25e9, 12.5e9, 6.25e9, 50e9]), "by lanes and generation"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("rtx4080supr", "did you mean rtx-4080-super"),
-        ("2xfoo", "; rtx-a4000, rtx-a5000, rtx-a6000; "),
-        ("40x4090+40x3090", "too many GPUs"),
-        ("4x3090+", "name is missing"),
-        ("2x4090,host_memory_gib=nan", "not a number above 0"),
-        ("2x4090:bfloat16=perhaps", "true or false"),
-    ],
-)
-def test_wrong_hardware_is_refused_with_advice(text: str, said: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        parse_hardware(text)
-    assert caught.value.exit_code == 2
-    assert said in str(caught.value)
-
-
 def test_a_gpu_is_never_taken_for_one_of_another_maker_or_generation() -> None:
     """Story: an RTX PRO 6000 was taken for an A6000, a GTX 1080 Ti for a 3080 Ti, an Arc B580 for a 5080."""
     same = {
