@@ -13,7 +13,6 @@ import pytest
 
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.costs.cost import load_costs
-from roundpipe_cli.costs.hardware import MAX_CHARACTERS
 from roundpipe_cli.data.messages import read_called, read_history
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec
@@ -21,7 +20,7 @@ from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.schedule.builders import check_stages
-from tests.cli.test_terminal_text import GOOD, ROWS, call
+from tests.cli.test_terminal_text import ROWS
 
 ROOT = Path(__file__).parents[1]
 ERRORS = {"BadRowError", "Problem", "RefusedError", "ResourceError", "unfit"}
@@ -112,39 +111,6 @@ def test_functions(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises((BadRowError, RoundpipeError)) as refused:
         FUNCTIONS[words]()
     assert words in str(refused.value)
-
-
-COMMANDS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("plan", "quickstart", "--hardware", "x" * (MAX_CHARACTERS + 1)), "this describes no machine's GPUs"),
-    (("plan", "quickstart", "--hardware", "2xcustom:memory_gib=24"), "a custom GPU needs acc32_tflops"),
-    (("plan", "quickstart", "--hardware", "2x4090,accumulate=fp8"), "unknown accumulation"),
-    (("bench", "quickstart", "--accounting", "publishd"), "unknown accounting"),
-    (("download", "good.yaml", "--revision", "main"), "a recipe names its own revision"),
-    (("export", "model", "--to", "model"), "the folder to export to exists already"),
-    (("recipes", "validate", "lora.r=8"), "no recipe to check"),
-    (("recipes", "keys", "--json", "--markdown"), "--json and --markdown exclude each other"),
-    (("watch", "model", "--json", "--svg", "x.svg"), "--json prints a run, --svg and --html write it"),
-    (("plan", "good.yaml", "pipeline={schedule: 1f1b, forward_stages: [[0,1]], backward_stages: [[0,1]]}"),
-     "1f1b takes no backward_stages: they mirror forward_stages"),
-    (("convert", "no-path.yaml"), "this dataset has no path"),
-    (("finetune", "unreadable.yaml"), "the recipe cannot be read"),
-    (("recipes", "validate", "forty.yaml"), "and 10 more mistakes"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "said"), COMMANDS, ids=[said for _, said in COMMANDS])
-def test_commands(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model").mkdir()
-    Path("model/model.safetensors").touch()
-    Path("model/events.jsonl").write_text('{"event": "RunStarted"}\n')
-    Path("good.yaml").write_text(GOOD)
-    Path("no-path.yaml").write_text("base_model: model\ndatasets:\n  - {type: alpaca}\n")
-    Path("forty.yaml").write_text(GOOD + "".join(f"nosuch_{index}: 1\n" for index in range(40)))
-    Path("unreadable.yaml").symlink_to("/proc/self/mem")
-    Path("model/config.json").write_text('{"model_type": "llama"}')
-    code, _, err = call(*words)
-    assert code == 2 and said in " ".join(err.split()), err
 
 
 def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

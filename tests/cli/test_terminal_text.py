@@ -205,8 +205,13 @@ def mistakes() -> Iterator[tuple[str, int, str]]:
     shutil.copy(REPOSITORY / "recipes" / "example_costs.json", "small.json")
     Path("no-rows.yaml").write_text(GOOD.replace("rows", "row"))
     Path("no-model.yaml").write_text(GOOD.replace("model: model", "model: ./modell"))
+    Path("no-path.yaml").write_text("base_model: model\ndatasets:\n  - {type: alpaca}\n")
+    Path("forty.yaml").write_text(GOOD + "".join(f"nosuch_{index}: 1\n" for index in range(40)))
+    Path("unreadable.yaml").unlink(missing_ok=True)
+    Path("unreadable.yaml").symlink_to("/proc/self/mem")
     Path("model").mkdir(exist_ok=True)
     Path("model/config.json").write_text('{"model_type": "llama"}')
+    Path("model/events.jsonl").write_text('{"event": "RunStarted"}\n')
     Path("model/model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     for line in re.findall(r"^\$ roundpipe (.*)   \[\d+\]$", GOLDEN.read_text(encoding="utf-8"), re.MULTILINE):
         code, out, err = call(*shlex.split(line))
