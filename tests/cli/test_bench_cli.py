@@ -162,6 +162,9 @@ def test_refused_counts(tmp_path: Path) -> None:
     assert "worker_speed does not name every worker" in refusal(invoke(speeds))
 
 
+LAYER = {"name": "block", "forward_s": 1.0, "backward_s": 1.0}
+
+
 def with_layer(*without: str, **values: Any) -> dict[str, Any]:
     """Costs in whose layer 3 some keys are missing or have these values."""
     data = costs_of()
@@ -187,6 +190,14 @@ def with_layer(*without: str, **values: Any) -> dict[str, Any]:
         (costs_of(layers=[]), "no layers"),
         (costs_of(layers=costs_of()["layers"][:2]), "the last layer is not the head"),
         (costs_of(layers=[{"name": "head", "forward_s": 0, "backward_s": 0}]), "no layer takes any time"),
+        (costs_of(layers=[{**LAYER, "name": "head"}, LAYER]), "a layer out of place"),
+        (costs_of(layers=[LAYER, 3]), "not a layer"),
+        ({"layer": [LAYER]}, "did you mean layers"),
+        (costs_of(name=3), ": not a name"),
+        (costs_of(layers=[{**LAYER, "name": 3}]), "layers[0]: not a name"),
+        (costs_of(worker_speed=3), "not a list of speeds"),
+        (costs_of(worker_speed=[]), "a list of speeds"),
+        (costs_of(layers=[{"name": "block"}]), "forward_s, backward_s missing"),
         ([], "not a costs file"),
         ('{"name": "a", "name": "b"}', "key 'name' is there twice"),
         ('{"hop_s": NaN, "layers": [{"name": "head", "forward_s": 1, "backward_s": 1}]}', "hop_s: not a number"),
