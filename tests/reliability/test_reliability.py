@@ -27,8 +27,8 @@ def arena() -> Iterator[Arena]:
     shutil.rmtree(folder)
 
 
-HELD_BY_OTHERS = ("lost", "sigterm")
-"""Promises that files of tests/train try in the suite: lost_devices, finetune_resume."""
+HELD_BY_OTHERS = ("lost",)
+"""Promises that files of tests/train try in the suite: lost_devices."""
 
 
 @pytest.mark.slow

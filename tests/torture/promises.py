@@ -34,7 +34,6 @@ PROMISES = (
     Promise("kills-packed", "the same with weights in 4 bit, 8 bit and FP8", PACKED, 1, 48),
     Promise("chains", "stops and kills across three epochs: every row once, same losses", chains.resume_chains, 1, 20),
     Promise("damage", "the newest checkpoint damaged: noticed, named; all: exit 6", damage.damaged, 2, 1216),
-    Promise("sigterm", "SIGTERM at random, dropout, accumulation 4: resumes bit-identically", stops.sigterm, 1, 50),
     Promise("hangup", "terminal closed at random: exit 129, resumes bit-identically", stops.hangup, 1, 50),
     Promise("ctrl-c", "Ctrl-C at a terminal: checkpoint, exit 130, resumes bit-identically", stops.ctrl_c, 1, 50),
     Promise("ctrl-c-twice", "Ctrl-C twice: stops at once, last checkpoint good", stops.ctrl_c_twice, 1, 50),

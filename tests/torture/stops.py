@@ -34,19 +34,6 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 STOPPED = re.compile(r"after step (\d+) of \d+, with a checkpoint")
 
 
-def sigterm(arena: Arena, count: int) -> Seen:
-    """SIGTERM at a random moment, with dropout and accumulation over 4 microbatches; then resume."""
-
-    def stop(work: Path, after_s: float) -> Outcome:
-        running = start(work, environment=SLOW)
-        running.process.join(after_s)
-        if running.process.is_alive():
-            running.kill(signal.SIGTERM)
-        return running.finish()
-
-    return _stopped_at_random(arena, count, stop, signal.SIGTERM, variant="accumulate")
-
-
 def hangup(arena: Arena, count: int) -> Seen:
     """The terminal closes at a random moment, as when a connection breaks; then resume."""
 
@@ -83,17 +70,16 @@ def _stopped_at_random(
     stop: Callable[[Path, float], Outcome],
     number: signal.Signals,
     environment: Mapping[str, str] = SLOW,
-    variant: str = "lora",
     *,
     resumes: bool = True,
 ) -> Seen:
     """Stop a run at a random moment of it, check what it says and leaves behind, let it go on."""
-    whole_s = arena.seconds(variant, environment, count)
-    reference = arena.reference(variant)
+    whole_s = arena.seconds("lora", environment, count)
+    reference = arena.reference()
     ends: list[Outcome] = []
 
     def attempt(index: int, draw: random.Random) -> None:
-        work = arena.workspace(variant)
+        work = arena.workspace()
 
         def once(after_s: float) -> Outcome:
             shutil.rmtree(work / "out", ignore_errors=True)
@@ -153,8 +139,7 @@ PHASES = {
 
 
 def every_phase(arena: Arena, count: int) -> Seen:
-    """Each signal in each phase, at a random moment of it; then resume."""
-    reference = arena.reference()
+    """Each signal in each phase, at a random moment of it, SIGTERM where a step has four microbatches; then resume."""
     numbers = list(EXIT_CODES)
     cases = [(phase, numbers[(i + shift) % 3]) for shift in range(3) for i, phase in enumerate(PHASES)]
     if count < len(PHASES):
@@ -163,7 +148,8 @@ def every_phase(arena: Arena, count: int) -> Seen:
     def attempt(index: int, draw: random.Random) -> None:
         phase, number = cases[index % len(cases)]
         sign, environment = PHASES[phase]
-        work = arena.workspace()
+        variant = "accumulate" if number == signal.SIGTERM else "lora"
+        work = arena.workspace(variant)
         running = start(work, environment=environment)
         out = work / "out"
         running.wait_until(
@@ -177,7 +163,7 @@ def every_phase(arena: Arena, count: int) -> Seen:
         if phase in ("loading", "tokenising"):
             assert done.code == EXIT_CODES[number] and not out.exists(), (phase, done)
         go_on(work)
-        assert_identical(work, reference)
+        assert_identical(work, arena.reference(variant))
         shutil.rmtree(work)
 
     return Seen(count, arena.each(count, attempt), f"{len(PHASES)} phases x {len(EXIT_CODES)} signals")
