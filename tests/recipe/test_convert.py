@@ -14,7 +14,7 @@ from roundpipe_cli.recipe.aliases import ALIASES, NAMES
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
 from roundpipe_cli.recipe.convert import convert_file
 from roundpipe_cli.recipe.convert_rules import RULES, Conversion, Tool
-from roundpipe_cli.recipe.foreign import _IDLE, _OTHER, answer_of
+from roundpipe_cli.recipe.foreign import answer_of, names_of
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
@@ -258,10 +258,11 @@ def test_null_is_no_value_and_not_false(tool: str) -> None:
         for key in {
             *ALIASES,
             *RULES,
-            *(name for table in (_IDLE, _OTHER) for names in table.values() for name in names.split()),
+            *names_of("idle"),
+            *names_of("other"),
         }
         - own
-        if "." not in key
+        if not set(".~*") & set(key)
     }
     plain, found = converted(tool), converted(tool, json.dumps(nothing))
     assert len(nothing) > 50 and found.recipe == plain.recipe

@@ -7,6 +7,7 @@ Story: of 21 keys and values that people paste, 14 were refused without directio
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import peft
 import pytest
@@ -76,8 +77,12 @@ def test_a_slip_in_a_short_word_is_found(word: str) -> None:
 
 def test_a_key_has_one_answer() -> None:
     """No table has a key twice, and none a key that a recipe has or reads; those of rows are a data set's."""
-    assert len(foreign._TABLES) == 8
-    for kind, table in foreign._TABLES.items():
-        words = [word for names in table.values() for word in names.split()]
+    kinds = get_args(foreign.AnswerKind)
+    assert {*foreign.tables()} == {*kinds, "about", "values", "jobs of values"}
+    for kind in kinds:
+        words = [word for names in foreign.tables()[kind].values() for word in names.split()]
         assert len(words) == len(set(words)) > 10, kind
         assert kind in foreign.OF_ROWS or not set(words) & set(known_keys(Recipe)), kind
+    jobs = {foreign.REINFORCEMENT, foreign.PREFERENCES, foreign.REWARD, foreign.EVALUATION}
+    assert jobs <= foreign.tables()["job"].keys() and foreign.CROSS_ENTROPY in foreign.tables()["other"]
+    assert foreign.TEMPLATED in foreign.tables()["changed row"] and "@" not in str(foreign.tables())
