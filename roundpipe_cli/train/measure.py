@@ -119,17 +119,25 @@ def _names(part: str, device: torch.device) -> list[str]:
     return {"narrow_products": [] if is_cpu else ["float16"], "memory": ["float32"]}.get(part, types)
 
 
-def _curves(part: str, backend: Backend, names: Sequence[str]) -> Figures:
-    (shapes, size_of, make, work), found = CURVES[part], {}
-    with backend.worker_thread():
-        for name in names:
-            found[name] = rows = [[1.0, math.inf]]
-            for shape in shapes:
-                size = size_of(*shape)
-                if work * size / rows[-1][1] < MOST_S:
-                    rows.append([size, work * size / _seconds(backend, make(backend.device, name, *shape))])
-            del rows[0]
-    return {part: found}
+def _curves(part: str, backends: Sequence[Backend], known: Figures) -> Figures:
+    """The curves of a part, on all devices at once."""
+    shapes, size_of, make, work = CURVES[part]
+
+    def measured(backend: Backend, names: Sequence[str]) -> Figures:
+        found: Figures = {name: [] for name in names}
+        with backend.worker_thread():
+            for name, rows in found.items():
+                rate = math.inf
+                for shape in shapes:
+                    size = size_of(*shape)
+                    if work * size / rate < MOST_S:
+                        rate = work * size / _seconds(backend, make(backend.device, name, *shape))
+                        rows.append([size, rate])
+        return {part: found}
+
+    names = [_names(part, one.device) for one in backends]  # which imports libraries, in this thread
+    with ThreadPoolExecutor(len(backends)) as pool:
+        return {"workers": list(pool.map(measured, backends, names))}
 
 
 def _seconds(backend: Backend, run: Call) -> float:
@@ -267,9 +275,9 @@ def _small_run(backends: Sequence[Backend], known: Figures) -> Figures:
         return {"workers": [{"slowdown": step_s_of_run(loaded) / predicted_s}] * len(names)}
 
 
-PARTS: Mapping[str, Callable[[Sequence[Backend], Figures], Figures] | None] = {
+PARTS: Mapping[str, Callable[[Sequence[Backend], Figures], Figures]] = {
     "machine": _machine,
-    **dict.fromkeys(CURVES),
+    **{part: partial(_curves, part) for part in CURVES},
     **{"links": _links, "update": _update, "launches": _launches, "small_run": _small_run},
 }
 """In order; each finds figures of the machine, and in `workers` those of each."""
@@ -277,14 +285,8 @@ PARTS: Mapping[str, Callable[[Sequence[Backend], Figures], Figures] | None] = {
 
 def add_part(part: str, names: Sequence[str], known: Figures) -> Figures:
     """The figures of a part, which are put into those that are known."""
-    is_narrow, measure = part == "narrow_products", PARTS[part]
-    backends = make_backends(names, threads_per_worker("auto", len(names)), float16_accumulation=is_narrow)
-    if measure is None:
-        with ThreadPoolExecutor(len(backends)) as pool:
-            curves = [_names(part, one.device) for one in backends]  # which imports libraries, in this thread
-            found: Figures = {"workers": list(pool.map(partial(_curves, part), backends, curves))}
-    else:
-        found = measure(backends, known)
+    threads, is_narrow = threads_per_worker("auto", len(names)), part == "narrow_products"
+    found = PARTS[part](make_backends(names, threads, float16_accumulation=is_narrow), known)
     workers: list[Figures] = known.get("workers") or [{} for _ in names]
     for one, own in zip(workers, found.get("workers") or workers, strict=True):
         one.update(own)
