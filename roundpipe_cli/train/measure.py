@@ -177,13 +177,23 @@ def _update(backends: Sequence[Backend], known: Figures) -> Figures:
     return {"update_bytes_per_s": OPTIMIZERS["adamw"].update_bytes / element_s}
 
 
+ALLOCATIONS = ("empty", "new_empty")
+NO_LAUNCHES = frozenset({"_unsafe_view", "resize_", "_has_same_storage_numel"})
+
+
+def is_launch(operator: Any) -> bool:
+    """Whether an operator of torch writes memory: no view does, and no allocation. What a plan counts."""
+    name = operator._schema.name.partition("::")[2]
+    return not (operator.is_view or name.startswith(ALLOCATIONS) or name in NO_LAUNCHES)
+
+
 class _Launches(TorchDispatchMode):
     """Counts operators that write memory."""
 
     num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += not func.is_view
+        self.num += is_launch(func)
         return func(*args, **(kwargs or {}))
 
 

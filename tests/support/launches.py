@@ -41,6 +41,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantizable_names
 from roundpipe_cli.model.taps import GradientTaps
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.train.measure import is_launch
 
 META = torch.device("meta")
 TIMED_PASSES = 2
@@ -60,10 +61,6 @@ _FILLS = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_lik
 """Their argument gives shape and type, and is not read."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, of its forward's: the scores again, and four products (arXiv 2205.14135)."""
-_ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_VIEWS = frozenset(
-    {"_unsafe_view", "_reshape_alias", "resize_", "lift_fresh", "detach", "alias", "_has_same_storage_numel"}
-)
 
 
 @dataclass
@@ -103,7 +100,7 @@ class LaunchCounter(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.partition("::")[2]
-        if name.startswith(_ALLOCATIONS) or name in _VIEWS or _is_view(func):
+        if not is_launch(func):
             return
         found = self.launches
         tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
@@ -127,11 +124,6 @@ class LaunchCounter(TorchDispatchMode):
             found.traffic_bytes += sum(map(touched_bytes, {id(one): one for one in (*read, *made)}.values()))
             if _reads_target(name):
                 found.traffic_bytes += sum(map(touched_bytes, _written(func, args)))
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
 def _written(func: Any, args: Any) -> list[torch.Tensor]:
