@@ -44,15 +44,6 @@ def test_unusual_but_valid_yaml_loads(tmp_path: Path, raw: bytes) -> None:
     assert load_recipe(file).recipe.model == "some/model"
 
 
-def test_duplicate_keys_are_all_listed_with_the_other_mistakes(tmp_path: Path) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_bytes(GOOD + b"seed: 1\nseed: 2\nlora:\n  r: 3\n  alpha: x\n  r: 4\nsedd: 3\n")
-    with pytest.raises(RecipeError) as raised:
-        load_recipe(file)
-    where = [problem.where for problem in raised.value.problems]
-    assert where == [f"{file}:5:1: seed", f"{file}:8: lora.alpha", f"{file}:9:3: lora.r", f"{file}:10: sedd"]
-
-
 ACCEPTED: dict[str, dict[str, object]] = {
     "learning_rate": {
         **{"1e-5": 1e-5, "1E-5": 1e-5, "1.5e-5": 1.5e-5, "+1e-5": 1e-5, ".5": 0.5, "1": 1.0, "2.0e-4": 2e-4},
