@@ -106,10 +106,9 @@ def hint_for(key: str) -> str | None:
     words = re.split(r"[^a-z0-9]+", key.lower())
     names = ((name, found) for kind in get_args(AnswerKind) for name, found in names_of(kind).items() if name[0] == "~")
     found_by_words = {found for name, found in names if any(re.fullmatch(name[1:], word) for word in words)}
-    media = next((found.text for found in found_by_words if found.kind == "media"), None)
-    if media or len(found_by_words) != 1:  # of two others it may mean either, or neither
-        return media
-    return found_by_words.pop().text
+    if len(found_by_words) == 1:
+        return found_by_words.pop().text
+    return next((found.text for found in found_by_words if found.kind == "media"), None)  # else it may mean either
 
 
 def answer_to(key: str, value: object) -> str | None:

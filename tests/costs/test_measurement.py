@@ -180,6 +180,9 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     here, by_file = (make_plan(loaded, name) for name in ("here", str(written(tmp_path / "sent.json", **own))))
     assert here.step_s == by_file.step_s and here.bubble_ratio == by_file.bubble_ratio
     found = here.question
+    rates = found.hardware.devices[0].measured
+    assert rates and rates.products["float32"] == ((1e9, pytest.approx(0.4 * 2e13)),), "the mean of their times"
+    assert rates.link_bytes_per_s == 1e10 and here.band.why.startswith("from measured rates")
     assert "measured on 2 CPU workers" in found.hardware.description
     assert found.hardware.devices == make_plan(loaded).question.hardware.devices
     assert all(device.measured is not None for device in found.hardware.devices)
