@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_cli.kernels.capability import forgets_empty_groups, loops_over_groups
 from tests.support.simulated_cuda.clocks import Access, Actor, History, Unordered, short_stack
 from tests.support.simulated_cuda.memory import Block, CachingAllocator
-from tests.support.simulated_cuda.operations import SUBSTITUTES, Operation, byte_range, operation_of, tensors_in
+from tests.support.simulated_cuda.operations import (
+    SUBSTITUTES,
+    WORKSPACES,
+    Operation,
+    byte_range,
+    operation_of,
+    tensors_in,
+)
 from tests.support.simulated_cuda.streams import Line, Streams
 
 MAX_REPORTS = 20
@@ -237,6 +244,8 @@ class CardMode(TorchDispatchMode):
             access = machine.begin(operation.name, line) if operation.fills else None
             if access is not None:
                 machine.note(access, uses)
+        needed = WORKSPACES.get(str(func)) if on is not None else None
+        workspace = None if needed is None else machine.allocate(needed(*args), on)
         machine.inside.real = True  # what the operation itself calls sees devices as they are
         try:
             if str(func) in SUBSTITUTES:
@@ -244,6 +253,7 @@ class CardMode(TorchDispatchMode):
             outputs = SUBSTITUTES.get(str(func), func)(*args, **kwargs)
         finally:
             machine.inside.real = False
+        del workspace
         if line is not None and self._forgets_empty_groups(operation, uses):
             (ends, _, _) = uses[2]
             outputs[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan

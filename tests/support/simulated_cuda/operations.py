@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -55,12 +56,79 @@ def _wider_sum(
     return torch.addmm(total, left.to(out_dtype), right.to(out_dtype), out=out)
 
 
+def _flash_rows(
+    query: torch.Tensor, key: torch.Tensor, ends: Sequence[torch.Tensor], window: Sequence[int], scale: float | None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """(queries, keys, scores [key heads, heads of each, queries, keys] in float32 or wider) of each row; the causal
+    mask is aligned to the lower right."""
+    assert window[1] == 0, "causal"
+    pairs = zip(*(itertools.pairwise(one.tolist()) for one in ends), strict=True)
+    for (first, end), (first_key, end_key) in pairs:
+        if first == end:
+            continue
+        queries, keys = slice(first, end), slice(first_key, end_key)
+        scores = torch.einsum("qkgd,skd->kgqs", grouped(query[queries], key), wide(key[keys]))
+        behind = torch.arange(end_key - end + first, end_key)[:, None] - torch.arange(first_key, end_key)
+        hidden = (behind < 0) | ((behind > window[0]) & (window[0] >= 0))
+        yield queries, keys, (scores * (scale or query.shape[-1] ** -0.5)).masked_fill(hidden, -torch.inf)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, width] -> [tokens, key heads, heads of each, width], as wide numbers."""
+    return wide(query).unflatten(1, (key.shape[1], -1))
+
+
+def flash_forward(query: Any, key: Any, value: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Flash attention of rows: output, log-sums [heads, queries] in float32, state of the random numbers."""
+    *ends, _, _, _, scale, window = rest[:7]
+    result, sums = torch.zeros_like(query), query.new_zeros(query.shape[1::-1], dtype=wide(query).dtype)
+    for queries, keys, scores in _flash_rows(query, key, ends, window, scale):
+        sums[:, queries] = scores.logsumexp(-1).flatten(0, 1)
+        found = torch.einsum("kgqs,skd->qkgd", scores.softmax(-1), wide(value[keys]))
+        result[queries] = found.flatten(1, 2).to(query.dtype)
+    return result, sums, torch.zeros(2, dtype=torch.uint64)
+
+
+def flash_backward(
+    gradient: Any, query: Any, key: Any, value: Any, result: Any, sums: Any, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its backward: from queries, keys, values, output and log-sums alone."""
+    *ends, _, _, _, _, scale, window = rest
+    found = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+    for queries, keys, scores in _flash_rows(query, key, ends, window, scale):
+        given, weights = grouped(gradient[queries], key), (scores - sums[:, queries].view(*scores.shape[:3], 1)).exp()
+        pull = (given * grouped(result[queries], key)).sum(-1).permute(1, 2, 0)[..., None]
+        factor = weights * (torch.einsum("qkgd,skd->kgqs", given, wide(value[keys])) - pull)
+        factor = factor * (scale or query.shape[-1] ** -0.5)
+        found[0][queries] = torch.einsum("kgqs,skd->qkgd", factor, wide(key[keys])).flatten(1, 2).to(query.dtype)
+        found[1][keys] = torch.einsum("kgqs,qkgd->skd", factor, grouped(query[queries], key)).to(query.dtype)
+        found[2][keys] = torch.einsum("kgqs,qkgd->skd", weights, given).to(query.dtype)
+    return found[0], found[1], found[2]
+
+
+def _flash_workspace(_: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
+    """Bytes that the kernel's backward takes meanwhile: gradients of queries in float32, sums of their products, and
+    gradients of keys and values for each head where heads share them (flash_attn's `mha_varlen_bwd`)."""
+    heads, width = query.shape[1:]
+    expanded = 2 * key.shape[0] * heads * width * query.element_size() if heads != key.shape[1] else 0
+    return 4 * query.shape[0] * heads * (width + 1) + expanded
+
+
+WORKSPACES: dict[str, Callable[..., int]] = {"torch_attn._varlen_attn_backward.default": _flash_workspace}
+"""Bytes of the device's memory that an operation takes while it works."""
 SUBSTITUTES: dict[str, Callable[..., Any]] = {
+    "torch_attn._varlen_attn.default": flash_forward,
+    "torch_attn._varlen_attn_backward.default": flash_backward,
     "aten.histc.default": _histogram,
     "aten.mm.dtype": _wider_product,
     "aten.addmm.dtype_out": _wider_sum,
 }
-"""What devices can do and the processor cannot: a histogram of integers, a product with a result of another type."""
+"""What devices can do and the processor cannot: a histogram of integers, a product with a result of another type,
+attention of rows of other lengths."""
 
 
 @dataclass(frozen=True)
