@@ -45,7 +45,7 @@ class MicrobatchState:
     target_ids: torch.Tensor
     """[N]"""
     position_ids: torch.Tensor | None = None
-    """[B, T], on the host; None for rows that are not packed."""
+    """[B, T], of a chunk those of all tokens up to its end, on the host; None for rows that are not packed."""
     prologue: Prologue | None = None
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""
@@ -77,22 +77,24 @@ def microbatch_states(
     place = 0 if part is None else part.first * num_chunks
     for microbatch in microbatches:
         ids, (indices, targets) = microbatch.input_ids, target_rows(microbatch.labels)
+        positions = microbatch.position_ids
         rows, columns = indices // ids.shape[1], indices % ids.shape[1]
         missing = num_chunks - ids.shape[1]
         if missing > 0:  # at least one token a chunk; added tokens are not trained
             ids = torch.cat([ids, ids[:, -1:].expand(-1, missing)], dim=1)
+            if positions is not None:
+                positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, missing + 1)], dim=1)
         bounds = [ids.shape[1] * index // num_chunks for index in range(num_chunks + 1)]
         for number, (start, end) in enumerate(pairwise(bounds)):
             inside = (columns >= start) & (columns < end)
             own = rows[inside] * (end - start) + columns[inside] - start
             index = len(states)
             state = MicrobatchState(index, ids[:, start:end], own, targets[inside], place=place + index)
+            state.position_ids = None if positions is None else positions[:, :end]
             if num_chunks > 1:
                 state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
-                uncut = microbatch.position_ids is None and microbatch.preference is None
-                assert uncut, "packed rows and pairs are not cut"
+                assert microbatch.preference is None, "pairs are not cut"
             else:
-                state.position_ids, state.preference = microbatch.position_ids, microbatch.preference
-                state.lengths = microbatch.lengths
+                state.preference, state.lengths = microbatch.preference, microbatch.lengths
             states.append(state)
     return states

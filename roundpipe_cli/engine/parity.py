@@ -114,7 +114,8 @@ def prove(
         proof = _prove(both)
         ways = [("packed rows do not see each other", _packed_piece(reduced.vocab_size), 1)] if packing else []
         if chunks:
-            ways.append(("chunks compute what whole sequences do", _piece(reduced.vocab_size, 2, LONG, 5), NUM_CHUNKS))
+            piece = _packed_piece(reduced.vocab_size) if packing else _piece(reduced.vocab_size, 2, LONG, 5)
+            ways.append(("chunks compute what whole sequences do", piece, NUM_CHUNKS))
         for what, piece, num_chunks in ways:
             if not _prove_other_way(both, piece, num_chunks=num_chunks) and not proof.unproven:
                 return replace(proof, unproven=f"that {what} was not compared: the model draws random numbers")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.attention import recurrent_blocks
+from roundpipe_cli.model.block_calls import Prologue
+from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import by_kind
 from roundpipe_cli.model.split import ModelSplit
@@ -17,6 +21,8 @@ NUM_CHUNKS = 3
 """Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""
 PROBE_ROWS = (2, 1, 5, 8)
 """Tokens of packed rows that blocks are tried with."""
+PROBE_CHUNK = 11
+"""Tokens before the chunk that blocks are tried with."""
 MAX_ROW_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Allowed relative error of a block's output, by dtype: 4 roundings in 16 bit."""
 
@@ -62,22 +68,38 @@ class Probe:
         worker, _ = self._worker(attends_in_rows=True)
         return any(call.holds_rows for call in worker.prologue(worker.probe_ids(1, tokens)).calls)
 
-    def can_attend_in_rows(self) -> bool:
-        """Whether all blocks compute the same from the rows' positions as from a mask; runs them both ways."""
+    def can_attend_in_rows(self, *, packed: bool = True, in_chunks: bool = False) -> bool:
+        """Whether all blocks compute the same from the rows' positions as from a mask; runs them both ways.
+
+        Args:
+            packed: on several rows to a sequence.
+            in_chunks: on a chunk behind another one, whose end is within a row.
+        """
         worker, bind = self._worker()
         worker.set_mode(training=False, adapters=True)
         ids = worker.probe_ids(1, sum(PROBE_ROWS))
-        positions = torch.cat([torch.arange(tokens) for tokens in PROBE_ROWS])[None]
-        by_mask = worker.prologue(ids, None, positions)
+        positions = torch.cat([torch.arange(tokens) for tokens in PROBE_ROWS])[None] if packed else None
+        start = PROBE_CHUNK if in_chunks else None
+        by_mask = worker.prologue(ids[:, start or 0 :], None, positions, start)
         worker.attends_in_rows = True
-        by_rows = worker.prologue(ids, None, positions)
-        if not all(call.holds_rows for call in by_rows.calls):
+        by_rows = worker.prologue(ids[:, start or 0 :], None, positions, start)
+        recurrent = recurrent_blocks(worker.blocks)
+        if not all(call.holds_rows or index in recurrent for index, call in enumerate(by_rows.calls)):
             return False
+
+        def run(index: int, way: Prologue, start: int | None, earlier: KeyValues | None) -> tuple[torch.Tensor, Any]:
+            cache = None if start is None else ChunkCache(start, len(worker.blocks), earlier)
+            hidden = way.calls[index].input_like(way.hidden)
+            return worker.run_block(index, way.calls[index], hidden, cache=cache), cache
 
         def is_same(index: int) -> bool:
             bind(index)
-            hidden = by_mask.calls[index].input_like(by_mask.hidden)
-            expected, found = (worker.run_block(index, way.calls[index], hidden).float() for way in (by_mask, by_rows))
+            earlier = None
+            if start is not None:
+                before = worker.prologue(ids[:, :start], None, None if positions is None else positions[:, :start], 0)
+                earlier = run(index, before, 0, None)[1].only(f"block.{index}")
+            hidden = by_mask.hidden
+            expected, found = (run(index, way, start, earlier)[0].float() for way in (by_mask, by_rows))
             limit = MAX_ROW_ERROR[hidden.dtype] * float(expected.norm())
             return float((found - expected).norm()) <= limit
 

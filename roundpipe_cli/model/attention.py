@@ -11,7 +11,11 @@ the mask that "sdpa" is given is a `PackedRows` instead, and attention of "sdpa"
     [. . 1 1 1]      longer than its window in blocks of queries, each with the keys that it can see
 
 Rows that are not packed need no more than the causal mask, unless they are longer than a sliding window or there are
-sinks. Then the same holds for them, as one row a sequence (`in_whole_rows`).
+sinks. Then the same holds for them, as one row a sequence (`in_whole_rows`). A chunk of a sequence has the last T of
+its S + T tokens as queries, and all of them as keys: the causal mask is aligned to the lower right.
+
+    [1 1 1 .]    S = 2 earlier tokens, T = 2 of the chunk; a row that ends before the chunk has keys and no queries
+    [1 1 1 1]
 """
 
 from __future__ import annotations
@@ -80,8 +84,8 @@ def has_flash(dtype: torch.dtype) -> bool:
     return has_kernel and dtype in (torch.float16, torch.bfloat16)
 
 
-NAME = "sdpa"
-"""The implementation in transformers' registries that reads `PackedRows`."""
+NAME, EAGER = "sdpa", "eager"
+"""Implementations in transformers' registries: the one that reads `PackedRows`, and the one that keeps all scores."""
 BLOCK_TOKENS = 256
 """Least queries of a block in a row that is longer than its window."""
 _now = threading.local()
@@ -89,13 +93,31 @@ _now = threading.local()
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Stands for a mask [B, 1, T, T] that shows a token its own row's tokens up to itself, at most `window` of them."""
+    """Stands for a mask [B, 1, T, S + T] that shows a token its own row's tokens up to itself, at most `window` of
+    them."""
 
     lengths: tuple[tuple[int, ...], ...]
-    """Tokens of the rows of each sequence; each sums to T."""
+    """Tokens of the rows of each sequence, up to the chunk's last; each sums to S + T."""
     window: int | None
     ends: torch.Tensor
-    """Ends of all rows of all sequences laid end to end, with a 0 before them: int32 [rows + 1]."""
+    """Ends of all rows of all sequences laid end to end, with a 0 before them, of queries and of keys: int32
+    [2, rows + 1]."""
+    start: int = 0
+    """S: tokens of each sequence before the queries, where they are a chunk."""
+
+    @staticmethod
+    def of(lengths: tuple[tuple[int, ...], ...], window: int | None = None, start: int = 0) -> PackedRows:
+        """Rows of these lengths."""
+        rows = PackedRows(lengths, window, torch.empty(0), start)
+        ends = [[0, *itertools.accumulate(itertools.chain(*each))] for each in (rows.queries, lengths)]
+        return replace(rows, ends=torch.tensor(ends, dtype=torch.int32))
+
+    @property
+    def queries(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the rows of each sequence from `start` on; each sums to T."""
+        ends = [itertools.accumulate(lengths) for lengths in self.lengths]
+        pairs = [zip(lengths, each, strict=True) for lengths, each in zip(self.lengths, ends, strict=True)]
+        return tuple(tuple(min(length, max(0, end - self.start)) for length, end in each) for each in pairs)
 
     def __repr__(self) -> str:
         return f"PackedRows(window={self.window})"  # equal for all blocks that compute the same
@@ -115,15 +137,18 @@ class PackedRows:
         """Whether each sequence is one row."""
         return all(len(lengths) == 1 for lengths in self.lengths)
 
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The number of each token's row within its sequence, [B, S + T]."""
+        return torch.stack([torch.repeat_interleave(torch.tensor(lengths)) for lengths in self.lengths])
+
     def mask(self) -> torch.Tensor:
-        """The mask itself, bool [B, 1, T, T]."""
-        device = self.ends.device
-        numbers = [torch.repeat_interleave(torch.tensor(lengths)) for lengths in self.lengths]
-        rows = torch.stack(numbers).to(device)
-        places = torch.arange(rows.shape[1], device=device)
-        behind = places[:, None] - places
+        """The mask itself, bool [B, 1, T, S + T]."""
+        rows = self.numbers.to(self.ends.device)
+        places = torch.arange(rows.shape[1], device=rows.device)
+        behind = places[self.start :, None] - places
         near: torch.Tensor = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
-        visible: torch.Tensor = ((rows[:, :, None] == rows[:, None]) & near)[:, None]
+        visible: torch.Tensor = ((rows[:, self.start :, None] == rows[:, None]) & near)[:, None]
         return visible
 
 
@@ -163,40 +188,58 @@ def restart_at_rows(blocks: Iterable[nn.Module]) -> None:
 def _forward_by_row(
     module: nn.Module, hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any
 ) -> torch.Tensor:
-    """[B, T, H] -> [B, T, H]; no state goes from a row to the next."""
+    """[B, T, H] -> [B, T, H]; no state goes from a row to the next. A chunk's first row goes on where the chunk before
+    ended, if it began there."""
     forward = functools.partial(type(module).forward, module)
     if not isinstance(attention_mask, PackedRows):
         result: torch.Tensor = forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
         return result
-    found = []
-    for sequence, lengths in zip(hidden_states.split(1), attention_mask.lengths, strict=True):
-        found.append(torch.cat([forward(row, *args, **kwargs) for row in sequence.split(lengths, dim=1)], dim=1))
+    found, cache, last = [], kwargs.pop("cache_params", None), []
+    sequences = zip(hidden_states.split(1), attention_mask.queries, attention_mask.lengths, strict=True)
+    for index, (sequence, queries, lengths) in enumerate(sequences):
+        here = [(tokens, tokens < length) for tokens, length in zip(queries, lengths, strict=True) if tokens]
+        caches = [None if cache is None else cache.of_row(index, goes_on=goes_on) for _, goes_on in here]
+        rows = zip(sequence.split([tokens for tokens, _ in here], dim=1), caches, strict=True)
+        each = [forward(row, *args, cache_params=one, **kwargs) for row, one in rows]
+        found.append(torch.cat(each, dim=1))
+        last.append(caches[-1])
+    if cache is not None:
+        cache.end_with(last)
     return torch.cat(found)
 
 
-def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> AbstractContextManager[None]:
+def in_rows(
+    position_ids: torch.Tensor, *, as_masks: bool = False, start: int | None = None
+) -> AbstractContextManager[None]:
     """Within, in this thread, masks of "sdpa" for `position_ids` [B, T], which restart with each row, are `PackedRows`.
 
     A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was. With
-    `as_masks` all stay tensors, as the model's own code makes them.
+    `as_masks` all stay tensors, as the model's own code makes them; of a chunk with the rows told apart, of which that
+    code does not know.
+
+    Args:
+        start: where a chunk begins, whose sequence's `position_ids` [B, S + T] are up to its end; None: it is none.
     """
     found = []
     for sequence in position_ids.cpu():
         starts = [0, *(torch.nonzero(sequence.diff() != 1).flatten() + 1).tolist(), len(sequence)]
         found.append(tuple(end - start for start, end in itertools.pairwise(starts)))
-    return _within(tuple(found), as_masks=as_masks, are_packed=True)
+    return _within(PackedRows.of(tuple(found), None, start or 0), as_masks, is_packed_chunk=start is not None)
 
 
-def in_whole_rows(num_rows: int, tokens: int) -> AbstractContextManager[None]:
-    """`in_rows` for sequences of one row each, [num_rows, tokens]; the causal mask of whole sequences is kept."""
-    return _within(((tokens,),) * num_rows, as_masks=False, are_packed=False)
+def in_whole_rows(num_rows: int, tokens: int, start: int = 0) -> AbstractContextManager[None]:
+    """`in_rows` for sequences of one row each, [num_rows, start + tokens]; the causal mask of whole sequences is
+    kept."""
+    rows = PackedRows.of(((start + tokens,),) * num_rows, None, start)
+    return _within(rows, as_masks=False, are_packed=False)
 
 
 @contextmanager
-def _within(lengths: tuple[tuple[int, ...], ...], *, as_masks: bool, are_packed: bool) -> Iterator[None]:
+def _within(
+    rows: PackedRows, as_masks: bool, *, are_packed: bool = True, is_packed_chunk: bool = False
+) -> Iterator[None]:
     _register()
-    ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
-    _now.rows, _now.as_masks, _now.are_packed = PackedRows(lengths, None, ends), as_masks, are_packed
+    _now.rows, _now.as_masks, _now.are_packed, _now.is_packed_chunk = rows, as_masks, are_packed, is_packed_chunk
     try:
         yield
     finally:
@@ -213,9 +256,10 @@ def packed_rows() -> PackedRows | None:
 def _register() -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
     AttentionMaskInterface.register(NAME, functools.wraps(sdpa_mask)(functools.partial(rows_or_mask, sdpa_mask)))
+    AttentionMaskInterface.register(EAGER, functools.wraps(eager_mask)(functools.partial(mask_of_rows, eager_mask)))
     AttentionInterface.register(NAME, _reading_rows(sdpa_attention_forward))
 
 
@@ -235,9 +279,29 @@ def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kw
     """`PackedRows` where this thread is within `in_rows` and they say the same as the mask; else `make_mask`'s."""
     rows = _rows_here(kwargs)
     if rows is None or args or _now.as_masks:
-        return make_mask(*args, **kwargs)
-    is_causal_alone = rows.are_whole and (rows.window is None or rows.window >= rows.lengths[0][0])
+        return mask_of_rows(make_mask, *args, **kwargs)
+    kwargs = _told_apart(kwargs)
+    is_causal_alone = rows.are_whole and not rows.start and (rows.window is None or rows.window >= rows.lengths[0][0])
     return make_mask(**kwargs) if is_causal_alone or not _is_same(rows, kwargs) else rows
+
+
+def mask_of_rows(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
+    """The model's own mask, for a chunk of packed rows with these told apart."""
+    return make_mask(*args, **_told_apart(kwargs))
+
+
+def _told_apart(asked: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a mask is asked for with; within a chunk of packed rows, of which a model with a cache does not
+    know, a token sees its own row alone."""
+    rows: PackedRows | None = getattr(_now, "rows", None)
+    if rows is None or not _now.is_packed_chunk or rows.are_whole:
+        return asked
+    numbers, shows = rows.numbers, asked["mask_function"]
+
+    def shows_own(sequence: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        return shows(sequence, head, query, key) & (numbers[sequence, query] == numbers[sequence, key])
+
+    return {**asked, "mask_function": shows_own, "allow_is_causal_skip": False}
 
 
 def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs: Any) -> Any:
@@ -247,7 +311,7 @@ def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs:
         return make_mask(**kwargs)
     whole = replace(rows, lengths=tuple((sum(lengths),) for lengths in rows.lengths))
     if not _is_same(whole, kwargs) and not _is_same(rows, kwargs):
-        return make_mask(**kwargs)
+        return mask_of_rows(make_mask, **kwargs)
     return rows.mask() if _now.as_masks else rows
 
 
@@ -262,26 +326,27 @@ def _is_same(rows: PackedRows, asked: dict[str, Any]) -> bool:
 
     Asked of transformers' own function of (sequence, head, query, key), at 7 keys of each query.
     """
-    shape = len(rows.lengths), sum(rows.lengths[0])
-    sizes = asked["batch_size"], asked["q_length"], asked["kv_length"]
-    if sizes != (*shape, shape[1]) or asked.get("attention_mask") is not None or asked.get("use_vmap"):
+    count, total = len(rows.lengths), sum(rows.lengths[0])
+    sizes = asked["batch_size"], asked["q_length"], asked["kv_length"], asked.get("q_offset", 0)
+    if sizes != (count, total - rows.start, total, rows.start) or asked.get("kv_offset", 0):
         return False
-    if asked.get("q_offset", 0) or asked.get("kv_offset", 0):
+    if asked.get("attention_mask") is not None or asked.get("use_vmap"):
         return False
-    sequence, query = torch.arange(shape[0])[:, None], torch.arange(shape[1])[None].expand(shape)
+    query = torch.arange(rows.start, total)[None].expand(count, -1)
+    sequence, shape = torch.arange(count)[:, None], query.shape
     starts = [torch.tensor([0, *itertools.accumulate(lengths[:-1])]) for lengths in rows.lengths]
     pairs = zip(starts, rows.lengths, strict=True)
-    first = torch.stack([start.repeat_interleave(torch.tensor(lengths)) for start, lengths in pairs])
+    first = torch.stack([start.repeat_interleave(torch.tensor(lengths)) for start, lengths in pairs])[:, rows.start :]
     if rows.window is not None:
         first = torch.maximum(first, query - rows.window + 1)
 
     def shows(key: torch.Tensor) -> torch.Tensor:
-        inside = (key >= 0) & (key < shape[1])
-        found = asked["mask_function"](sequence, torch.zeros_like(sequence), query, key.clamp(0, shape[1] - 1))
+        inside = (key >= 0) & (key < total)
+        found = asked["mask_function"](sequence, torch.zeros_like(sequence), query, key.clamp(0, total - 1))
         visible: torch.Tensor = found.expand(shape) & inside
         return visible
 
-    start, end = torch.zeros_like(query), torch.full_like(query, shape[1] - 1)
+    start, end = torch.zeros_like(query), torch.full_like(query, total - 1)
     visible = shows(first) & shows((first + query) // 2) & shows(query)
     hidden = ~shows(first - 1) & ~shows(query + 1) & (shows(start) == (first == 0)) & (shows(end) == (query == end))
     return bool((visible & hidden).all())
@@ -300,19 +365,20 @@ def attend_rows(
 
     Args:
         attend: attention of (query, key, value, mask or None for a causal one), as transformers calls it, for a row.
-        query: [B, heads, T, D]; key and value have key-value heads, and value may have another width.
+        query: [B, heads, T, D]; key and value have key-value heads and S + T tokens; value may have another width.
         more: the caller's other arguments.
     """
     if more.get("position_bias") is not None or more.get("is_causal") is False:
         return attend(query, key, value, rows.mask(), **more)
-    if _has_own_kernel(query, key, value, more):
+    if _has_own_kernel(query, key, value, more) and (not rows.start or chunks_need_no_mask(query.dtype)):
         return _attend_at_once(query, key, value, rows, more=more), None
     if rows.are_whole:
         return _attend_row(attend, query, key, value, rows.window, more), None
     found = []
-    for index, lengths in enumerate(rows.lengths):
-        parts = [tensor[index : index + 1].split(lengths, dim=2) for tensor in (query, key, value)]
-        each = [_attend_row(attend, q, k, v, rows.window, more) for q, k, v in zip(*parts, strict=True)]
+    for index, (queries, lengths) in enumerate(zip(rows.queries, rows.lengths, strict=True)):
+        tensors = (query, queries), (key, lengths), (value, lengths)
+        parts = [tensor[index : index + 1].split(sizes, dim=2) for tensor, sizes in tensors]
+        each = [_attend_row(attend, q, k, v, rows.window, more) for q, k, v in zip(*parts, strict=True) if q.shape[2]]
         found.append(torch.cat(each, dim=1))
     return torch.cat(found), None
 
@@ -325,18 +391,21 @@ def _attend_row(
     window: int | None,
     more: dict[str, Any],
 ) -> torch.Tensor:
-    """One row of each sequence, [B, T, heads, D]; in blocks of queries where it is longer than its window."""
-    length = query.shape[2]
-    if window is None or length <= window:
+    """One row of each sequence, [B, T, heads, D]; in blocks of queries where it is longer than its window. The queries
+    are its last tokens."""
+    length = key.shape[2]
+    before = length - query.shape[2]
+    if not before and (window is None or length <= window):
         return attend(query, key, value, None, **{**more, "is_causal": True})[0]
+    window = min(window or length, length)
     block = max(window, BLOCK_TOKENS)
     found = []
-    for start in range(0, length, block):
+    for start in range(before, length, block):
         end, first = min(start + block, length), max(0, start - window + 1)
         places = torch.arange(first, end, device=query.device)
-        behind = places[start - first :, None] - places
-        mask = ((behind >= 0) & (behind < window))[None, None]
-        seen = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
+        own = places[start - first :, None]
+        mask = ((places <= own) & (places > own - window))[None, None]
+        seen = (query[:, :, start - before : end - before], key[:, :, first:end], value[:, :, first:end])
         found.append(attend(*seen, mask, **{**more, "is_causal": False})[0])
     return torch.cat(found, dim=1)
 
@@ -363,9 +432,9 @@ def _attend_at_once(
     batch, heads, length, width = query.shape
 
     def flat(part: torch.Tensor) -> torch.Tensor:
-        return part.transpose(1, 2).reshape(batch * length, part.shape[1], width)
+        return part.transpose(1, 2).reshape(-1, part.shape[1], width)
 
-    longest = max(map(max, rows.lengths))
+    longest = [max(map(max, lengths)) for lengths in (rows.queries, rows.lengths)]
     window = -1 if rows.window is None else rows.window - 1
     is_told = _is_told_of_shared_keys(varlen.varlen_attn)
     shared: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if is_told else {}
@@ -373,16 +442,60 @@ def _attend_at_once(
         flat(query),
         flat(key),
         flat(value),
-        rows.ends,
-        rows.ends,
-        longest,
-        longest,
+        *rows.ends,
+        *longest,
         scale=more.get("scaling"),
         window_size=(window, 0),
         **shared,
     )
     assert isinstance(result, torch.Tensor), "no log-sums were asked for"
     return result.view(batch, length, heads, width)
+
+
+_takes_other_ends = False
+"""Whether the GPUs of this process's run take other ends of queries than of keys."""
+
+
+def chunks_need_no_mask(dtype: torch.dtype) -> bool:
+    """Whether chunks of plain attention in `dtype` need no mask on the GPUs of this process's run."""
+    return _takes_other_ends and has_flash(dtype)
+
+
+MAX_TRIED_ERROR = 3e-2
+"""Allowed relative error in 16 bit; a mask aligned to the upper left is off by the size of the numbers."""
+
+
+def try_other_ends(devices: Iterable[str]) -> str | None:
+    """Try on each of the GPUs ("cuda:0"), by a few tokens, whether variable-length attention is that of a chunk behind
+    others: other ends of queries than of keys, the causal mask aligned to the lower right, forward and backward. A
+    notice where it is not, so that chunks get a mask."""
+    global _takes_other_ends
+    _takes_other_ends = False
+    generator = torch.Generator().manual_seed(0)
+    tried = [PackedRows.of(((3, 9, 4),), window, 5) for window in (None, 2)]
+    given = [torch.randn(1, heads, tokens, 64, generator=generator) for heads, tokens in ((4, 11), (2, 16), (2, 16))]
+
+    def numbers(attend: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        tensors = [tensor.to(device, dtype).requires_grad_() for tensor in given]
+        result = attend(*tensors)
+        found = [result, *torch.autograd.grad(result.square().sum(), tensors)]
+        return [tensor.detach().cpu().float() for tensor in found]
+
+    def by_mask(rows: PackedRows, *tensors: torch.Tensor) -> torch.Tensor:
+        attend = functional.scaled_dot_product_attention
+        return attend(*tensors, attn_mask=rows.mask(), enable_gqa=True).transpose(1, 2)  # type: ignore[misc]
+
+    for device, rows in itertools.product(dict.fromkeys(devices), tried):
+        expected = numbers(functools.partial(by_mask, rows), "cpu", torch.float32)
+        there = rows.map_tensors(lambda ends, device=device: ends.to(device))
+        try:
+            found = numbers(functools.partial(_attend_at_once, rows=there, more={}), device, torch.bfloat16)
+        except (AttributeError, ImportError, RuntimeError, TypeError) as error:
+            return f"chunks attend with masks of all pairs of tokens: {device} has no kernel that needs none: {error}"
+        if any((a - b).norm() > MAX_TRIED_ERROR * b.norm() for a, b in zip(found, expected, strict=True)):
+            return f"chunks attend with masks of all pairs of tokens: {device} aligns them another way without"
+    _takes_other_ends = True
+    return None
 
 
 # Attention with sinks (gpt-oss) by torch's fused kernels, which keep no scores.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,8 +166,10 @@ class ChunkCache:
         self.own.append((key_states, value_states))
         if self.earlier is None:
             return key_states, value_states
-        keys, values = self.earlier
-        return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+        pairs = zip(self.earlier, (key_states, value_states), strict=True)
+        # token by token, as variable-length attention reads them
+        keys, values = (torch.cat([one.transpose(1, 2) for one in pair], dim=1).transpose(1, 2) for pair in pairs)
+        return keys, values
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None, so that a chunk of one token is convolved like any other: the step of generation works in place."""
@@ -189,6 +191,18 @@ class ChunkCache:
         assert self._convolved is not None
         self.own.append((self._convolved, recurrent_states))
         return recurrent_states
+
+    def of_row(self, sequence: int, *, goes_on: bool) -> ChunkCache:
+        """The recurrent cache of one row of a sequence; `goes_on`: it began in an earlier chunk."""
+        if self.earlier is None or not goes_on:
+            return ChunkCache(self.start, self.num_blocks)
+        convolved, state = (tensor[sequence : sequence + 1] for tensor in self.earlier)
+        return ChunkCache(self.start, self.num_blocks, (convolved, state))
+
+    def end_with(self, last: Sequence[ChunkCache]) -> None:
+        """Note the states after the last row of each sequence."""
+        self._convolved, state = (torch.cat(parts) for parts in zip(*(one.only("") for one in last), strict=True))
+        self.own.append((self._convolved, state))
 
     def only(self, block: str) -> KeyValues:
         """The chunk's own keys and values, or states.

@@ -311,25 +311,26 @@ class WorkerModel:
         code makes the masks that keep the rows apart (`model/chunks.py` has checked that it does), or says where they
         lie (`attends_in_rows`). Rows that are not packed are told so too, where the causal mask is not enough.
 
-        `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own.
+        `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own. Then
+        `position_ids` [B, start + T] are those of all of them.
         `lengths` [B]: tokens of each sequence without padding, for the routers' loss; None: all.
         """
         more: dict[str, Any] = {"use_cache": False}
         if position_ids is not None:
-            more["position_ids"] = position_ids
+            more["position_ids"] = position_ids[:, start or 0 :]
         self._state.restore()
         self._recorder.reset()
         self._recorder.cache = None
         if start is not None:
             self._recorder.cache = ChunkCache(start, self.split.num_blocks)
-            more = {str(cache_argument(self._backbone)): self._recorder.cache, "use_cache": True}
+            more |= {str(cache_argument(self._backbone)): self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
         rows: AbstractContextManager[None] = nullcontext()
         if position_ids is not None:
-            rows = in_rows(position_ids, as_masks=not self.attends_in_rows)
-        elif start is None and self.attends_in_rows:
-            rows = in_whole_rows(*input_ids.shape)
+            rows = in_rows(position_ids, as_masks=not self.attends_in_rows, start=start)
+        elif self.attends_in_rows:
+            rows = in_whole_rows(*input_ids.shape, start or 0)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed), rows:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden

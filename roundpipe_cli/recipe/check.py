@@ -602,7 +602,6 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
     kept = "activations of chunks are always recomputed"
     bound = "all chunks go forward before one goes backward"
     clashes = (
-        (recipe.packs, "packing", "chunks of packed rows are not offered yet"),
         (recipe.trains_pairs, "objective", "pairs are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
         (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),

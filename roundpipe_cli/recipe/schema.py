@@ -325,10 +325,10 @@ class PipelineConfig:
     sequence_chunks: Literal["auto"] | Annotated[int, Range(1, 1024)] = "auto"
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
-    chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks). Not
-    with packing, preference pairs, kept activations or recurrent blocks (but gated delta rules, as Qwen3.5 has them).
-    Four chunks a worker keep the bubble small. A chunk has at least 8 tokens of `max_seq_length`; shorter rows are
-    padded to a token a chunk.
+    chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks).
+    Packed rows are cut wherever a chunk ends. Not with preference pairs, kept activations or recurrent blocks (but
+    gated delta rules, as Qwen3.5 has them). Four chunks a worker keep the bubble small. A chunk has at least 8 tokens
+    of `max_seq_length`; shorter rows that are not packed are padded to a token a chunk.
     `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
@@ -631,9 +631,7 @@ class Recipe:
     @property
     def unpackable(self) -> str | None:
         """Why rows of this recipe cannot be packed, whatever the model; None where they can."""
-        if self.trains_pairs:
-            return f"pairs of objective {self.objective} are not packed"
-        return "sequences in chunks are not packed" if self.pipeline.num_chunks > 1 else None
+        return f"pairs of objective {self.objective} are not packed" if self.trains_pairs else None
 
     @property
     def packed_as(self) -> PackedName | None:

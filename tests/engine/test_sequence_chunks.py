@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from transformers.integrations import moe
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.layer import LayerGraph, LayerRunner
 from roundpipe_cli.engine.parity import prove
-from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model import attention
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.reduced import reduce_model
@@ -30,6 +36,8 @@ from roundpipe_cli.train.prepare.rows import describe_padded_to_chunks
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
 from tests.support.schedules import dealt, validate_schedule
+from tests.support.simulated_cases import Case, is_equal, roundpipe
+from tests.support.simulated_cuda import Card
 from tests.support.tiny import Rig, make_rig, masks, plain_step, random_microbatches, tiny_config
 
 TOLERANCE = 1e-5
@@ -104,6 +112,15 @@ def test_gradients_are_those_of_the_whole_sequence(model_type: str, method: str)
 TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 8))
 
 
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds to float32 otherwise."""
+    for name in ("float32", "float"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+
+
 @pytest.mark.parametrize(
     ("model_type", "chunks"),
     [
@@ -113,20 +130,104 @@ TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 8))
     ],
 )
 def test_a_gated_delta_rule_goes_on_where_the_chunk_before_ended(
-    model_type: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+    model_type: str, chunks: int, in_float64: None
 ) -> None:
     """With its recurrent state and the inputs that its convolution still needs, also in chunks of one token. In float64
     chunks are whole sequences but for 1e-10; in float32, where both round, they are up to 4e-5 apart."""
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
     microbatches = random_microbatches([(1, 9), (2, 8)])
     rig = make_rig(model_type, config=hybrid_config(model_type), dtype=torch.float64)
     rig.store.gradients = [torch.zeros(one.num_trainable_elements, dtype=torch.float64) for one in rig.store.layouts]
     loss = plain_step(rig, microbatches)
     assert chunk_step(rig, microbatches, chunks).loss == pytest.approx(loss, rel=1e-12)
     assert_gradients_equal(rig, 1e-10)
+
+
+# --- packed rows -----------------------------------------------------------------------------------------------------
+
+
+def packed(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """One sequence of rows; the first token of each is nobody's target."""
+    labels = [torch.cat([torch.full_like(one.labels[:, :1], -100), one.labels[:, 1:]], dim=1) for one in microbatches]
+    positions = [torch.arange(one.input_ids.shape[1])[None] for one in microbatches]
+    return Microbatch(*(torch.cat(each, 1) for each in ([m.input_ids for m in microbatches], labels, positions)))
+
+
+def rows_of(*lengths: int) -> list[Microbatch]:
+    return random_microbatches([(1, length) for length in lengths])
+
+
+ROWS, MORE_ROWS = (5, 13, 1, 4), (3, 20)
+
+
+def compare_packed(rig: Rig, rows: Sequence[Sequence[int]], chunks: int, tolerance: float, **options: Any) -> None:
+    """A step of packed chunks with loss and gradients of each row alone, by plain PyTorch."""
+    each = [rows_of(*lengths) for lengths in rows]
+    loss = plain_step(rig, [row for rows in each for row in rows])
+    assert chunk_step(rig, [packed(rows) for rows in each], chunks, **options).loss == pytest.approx(
+        loss, rel=tolerance
+    )
+    assert_gradients_equal(rig, tolerance)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma2"])
+def test_packed_chunks_are_whole_rows_alone(model_type: str, by_rows: bool) -> None:
+    """By the places of rows, and by masks; windows of 4 tokens, sinks, experts, capped scores."""
+    compare_packed(make_rig(model_type), (ROWS, MORE_ROWS), 4, TOLERANCE, attends_in_rows=by_rows)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "olmo_hybrid", pytest.param("qwen3_5_moe_text", marks=pytest.mark.sweep)]
+)
+def test_packed_chunks_differ_by_rounding_alone(model_type: str, in_float64: None) -> None:
+    """State of a gated delta rule and of its convolution begins anew with each row, and goes on with the next chunk."""
+    config = hybrid_config(model_type) if model_type in GATED_DELTA else None
+    rig = make_rig(model_type, config=config, dtype=torch.float64)
+    rig.store.gradients = [torch.zeros(one.num_trainable_elements, dtype=torch.float64) for one in rig.store.layouts]
+    compare_packed(rig, (ROWS, MORE_ROWS), 6, 1e-10, attends_in_rows=True)
+
+
+PACKED_RIG = functools.cache(lambda: make_rig("mistral", "lora", num_hidden_layers=2))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(2, 7))
+def test_packed_chunks_end_anywhere(lengths: list[int], chunks: int) -> None:
+    assume(any(int((row.labels[:, 1:] != -100).sum()) for row in rows_of(*lengths)))
+    compare_packed(PACKED_RIG(), [lengths], chunks, TOLERANCE, attends_in_rows=True)
+
+
+def test_packed_chunks_have_the_same_bits_on_any_number_of_workers() -> None:
+    rig, found = make_rig("gemma3_text"), []
+    for num_workers in (1, 2, 3):
+        microbatches = [packed(rows_of(*lengths)) for lengths in (ROWS, MORE_ROWS)]
+        result = chunk_step(rig, microbatches, 4, num_workers, copy=num_workers > 1, attends_in_rows=True)
+        found.append((result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]))
+    for loss, gradients in found[1:]:
+        assert loss == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, found[0][1], strict=True))
+
+
+@pytest.mark.parametrize(("model_type", "rows"), [("llama", (ROWS,)), ("gemma3_text", (ROWS, MORE_ROWS))])
+def test_chunks_on_cards_attend_without_masks(model_type: str, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bit, by what stands for flash attention; masks on all pairs were repeated for each block."""
+    microbatches, starts, attend = (
+        [packed(rows_of(*lengths)) for lengths in rows],
+        set[int](),
+        attention._attend_at_once,
+    )
+    monkeypatch.setattr(attention, "_takes_other_ends", True)
+    monkeypatch.setattr(
+        attention, "_attend_at_once", lambda *given, **more: (starts.add(given[3].start), attend(*given, **more))[1]
+    )
+    schedule, engine = functools.partial(roundpipe, sequence_chunks=4), {"attends_in_rows": True}
+    case = Case(model_type, "full", {"dtype": torch.bfloat16}, engine, chunks=4, schedule=schedule)
+    case = replace(case, microbatches=microbatches)
+    expected = case.on_processor()
+    attention.set_up_attention((9, 0))
+    found, simulation = case.simulated(0, cards=[Card(), Card()])
+    assert is_equal(found, expected, 0.03) and len(starts - {0}) > 1
+    assert simulation.machine.substituted >= {f"torch_attn._varlen_attn{way}.default" for way in ("", "_backward")}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +381,6 @@ def test_a_run_in_chunks_resumes_to_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("packing=true",), "does not go with packing"),
         (("neftune_noise_alpha=5",), "does not go with neftune_noise_alpha"),
         (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
         (("pipeline.recompute=none",), "does not go with pipeline.recompute"),

@@ -33,11 +33,13 @@ from roundpipe_cli.model.attention import (
     in_rows,
     rows_or_mask,
     sink_attention,
+    try_other_ends,
 )
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.model.worker_model import WorkerModel
 from tests.support.covering import swept
-from tests.support.simulated_cases import CASES, is_equal
+from tests.support.simulated_cases import CASES, is_equal, simulated
+from tests.support.simulated_cuda.operations import SUBSTITUTES, flash_backward, flash_forward
 from tests.support.tiny import EXTRA, make_rig, random_microbatches, tiny_config
 
 ROWS = ((9, 1, 14, 8), (20, 12))
@@ -49,9 +51,9 @@ def positions(lengths: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(row) for row in rows]) for rows in lengths])
 
 
-def packed_rows(window: int | None, lengths: tuple[tuple[int, ...], ...] = ROWS) -> PackedRows:
-    ends = torch.tensor([0, *(row for rows in lengths for row in rows)]).cumsum(0).int()
-    return PackedRows(lengths, window, ends)
+packed_rows = functools.partial(PackedRows.of, ROWS)
+STARTS = [0, 10, 24]
+"""Tokens before a chunk: none, the first of a row and within rows, within the last rows."""
 
 
 def asked(mask_function: Any, **changes: Any) -> dict[str, Any]:
@@ -98,24 +100,29 @@ def test_what_rows_cannot_say_stays_a_mask(words: dict[str, Any]) -> None:
         assert not isinstance(rows_or_mask(sdpa_mask, **words), PackedRows)
 
 
-def tensors() -> list[torch.Tensor]:
+def tensors(start: int = 0) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2)]
+    pairs = ((4, 32 - start), (2, 32), (2, 32))
+    return [torch.randn(2, heads, tokens, 8, requires_grad=True) for heads, tokens in pairs]
 
 
-def gradients(attend: Callable[..., Any]) -> list[torch.Tensor]:
-    given = tensors()
+def gradients(attend: Callable[..., Any], start: int = 0) -> list[torch.Tensor]:
+    given = tensors(start)
     out = attend(*given)[0]
     return [out, *torch.autograd.grad(out.sin().sum(), given)]
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_each_row_by_itself_gives_the_numbers_of_the_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_by_itself_gives_the_numbers_of_the_mask(
+    window: int | None, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
-    rows = packed_rows(window)
+    rows = packed_rows(window, start)
+    assert torch.equal(rows.mask(), packed_rows(window).mask()[:, :, start:])
     attend = functools.partial(sdpa_attention_forward, SimpleNamespace(num_key_value_groups=2, is_causal=True))
-    found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows=rows, more={"scaling": 0.3}))
-    expected = gradients(lambda q, k, v: attend(q, k, v, rows.mask(), scaling=0.3))
+    found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows=rows, more={"scaling": 0.3}), start)
+    expected = gradients(lambda q, k, v: attend(q, k, v, rows.mask(), scaling=0.3), start)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -124,12 +131,12 @@ def varlen_by_its_documentation(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, scale: Any, window_size: Any
 ) -> torch.Tensor:
     """What the documentation of torch 2.11 says that `varlen_attn` computes; the kernel itself needs a GPU."""
-    ends, same_ends, longest, _ = rest
-    assert torch.equal(ends, same_ends) and ends.dtype == torch.int32
-    assert longest == int(ends.diff().max())
-    places, row = torch.arange(len(query)), torch.bucketize(torch.arange(len(query)), ends[1:].long(), right=True)
-    behind = places[:, None] - places
-    mask = (row[:, None] == row) & (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+    ends, longest = rest[:2], rest[2:]
+    assert [int(one.diff().max()) for one in ends] == list(longest) and {one.dtype for one in ends} == {torch.int32}
+    rows = [torch.bucketize(torch.arange(int(one[-1])), one[1:].long(), right=True) for one in ends]
+    places = torch.arange(len(query)) + (ends[1] - ends[0])[1:][rows[0]]  # rows of queries and of keys end together
+    behind = places[:, None] - torch.arange(len(key))
+    mask = (rows[0][:, None] == rows[1]) & (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
     parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
     out = functional.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -141,19 +148,61 @@ def newer_varlen(*inputs: Any, scale: Any, window_size: Any, enable_gqa: bool = 
     return varlen_by_its_documentation(*inputs, scale=scale, window_size=window_size)
 
 
+class Substitute(torch.autograd.Function):
+    """The kernel of simulated cards, which keeps what flash attention keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        ctx.rest = given[3:]
+        result, sums, _ = flash_forward(*given)
+        ctx.save_for_backward(*given[:3], result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = flash_backward(*gradients, *ctx.saved_tensors, *ctx.rest[:5], None, *ctx.rest[5:])
+        return (*found, *(None for _ in ctx.rest))
+
+
+def substitute_varlen(*inputs: Any, scale: Any, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
+    result: torch.Tensor = Substitute.apply(*inputs, True, scale, window_size)  # type: ignore[no-untyped-call]
+    return result
+
+
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel", [varlen_by_its_documentation, newer_varlen])
+@pytest.mark.parametrize("kernel", [varlen_by_its_documentation, newer_varlen, substitute_varlen])
 def test_all_rows_at_once_where_a_gpu_has_the_kernel(
-    window: int | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    window: int | None, start: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arguments that the kernel is given, by what the documentation says they mean."""
+    """The arguments that the kernel is given, by what the documentation says they mean; and what stands for it."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    rows = packed_rows(window)
+    rows = packed_rows(window, start)
     by_mask = functools.partial(functional.scaled_dot_product_attention, attn_mask=rows.mask(), scale=0.3)
-    found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None))
-    expected = gradients(lambda q, k, v: (by_mask(q, k, v, enable_gqa=True).transpose(1, 2), None))
+    found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None), start)
+    expected = gradients(lambda q, k, v: (by_mask(q, k, v, enable_gqa=True).transpose(1, 2), None), start)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["", "upper left", "no kernel"])
+def test_chunks_go_without_a_mask_where_a_card_aligns_it_as_they_need(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that aligned the causal mask to the upper left would hide a chunk's own keys, silently."""
+
+    def upper_left(query: Any, key: Any, value: Any, ends: Any, _: Any, *rest: Any) -> Any:
+        return flash_forward(query, key, value, ends, ends, *rest)
+
+    if wrong == "upper left":
+        monkeypatch.setitem(SUBSTITUTES, "torch_attn._varlen_attn.default", upper_left)
+    if wrong == "no kernel":
+        monkeypatch.delitem(SUBSTITUTES, "torch_attn._varlen_attn.default")
+    monkeypatch.setattr(attention, "_takes_other_ends", False)
+    with simulated():
+        notice = try_other_ends(["cuda:0", "cuda:0"])
+    assert attention._takes_other_ends is (notice is None) is (not wrong)
+    assert wrong == "" or "masks of all pairs" in str(notice)
 
 
 @pytest.mark.parametrize(

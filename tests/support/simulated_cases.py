@@ -375,6 +375,8 @@ CASES: dict[str, Case] = {
     "sliding-window": Case("gemma3_text", "lora", {"sliding_window": 4}, engine={"attends_in_rows": True}),
     "sequence-chunks": Case("llama", "full", chunks=2, microbatches=random_microbatches([(1, 9)]),
                             schedule=partial(roundpipe, sequence_chunks=2)),
+    "packed-chunks": Case("gemma3_text", "lora", {"sliding_window": 4}, {"attends_in_rows": True}, chunks=3,
+                          microbatches=packed_rows(), schedule=partial(roundpipe, sequence_chunks=3)),
     "mlp-chunks": Case("llama", "full", engine={"mlp_chunk_tokens": 5}),
     "kept-activations": Case("llama", "full", engine={"keep_blocks": 2}, schedule=one_f_one_b),
     "kept-activations-moved": Case("llama", "full", {"num_hidden_layers": 3}, {"keep_blocks": 2}, devices=(0,),

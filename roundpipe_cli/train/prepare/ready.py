@@ -78,14 +78,16 @@ class Setup:
     def attends_in_rows(self) -> bool:
         """Whether blocks are told where rows lie, in place of masks of all pairs of tokens.
 
-        Rows are packed, or longer than a sliding window, or there are sinks.
+        Rows are packed or in chunks, or longer than a sliding window, or there are sinks.
 
         Raises:
             RefusedError: packed rows need masks, which would be too large.
         """
         recipe, longest = self.recipe, int(self.dataset.rows.lengths.max())
-        needed = recipe.packs or (recipe.pipeline.num_chunks == 1 and self.probe.has_masks(longest))
-        if needed and recipe.kernels == "auto" and self.probe.can_attend_in_rows():
+        in_chunks = recipe.pipeline.num_chunks > 1
+        needed = recipe.packs or in_chunks or self.probe.has_masks(longest)
+        how = {"packed": recipe.packs or not in_chunks, "in_chunks": in_chunks}
+        if needed and recipe.kernels == "auto" and self.probe.can_attend_in_rows(**how):
             return True
         if recipe.packs:
             check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)

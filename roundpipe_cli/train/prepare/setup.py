@@ -30,7 +30,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import disk_error, require_free_bytes
-from roundpipe_cli.model.attention import describe_slow_kernels
+from roundpipe_cli.model.attention import describe_slow_kernels, try_other_ends
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
@@ -87,11 +87,13 @@ def with_packing(
     recipe: Recipe, model: nn.Module, split: ModelSplit, dataset: TokenizedDataset, *, tell: Tell
 ) -> Recipe:
     """The recipe with `packing` decided; `tell` gets the reason."""
-    if recipe.packing != "auto":
-        return recipe
-    choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
-    tell(Notice(choice.describe()))
-    return replace(recipe, packing=choice.packs)
+    if recipe.packing == "auto":
+        choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
+        tell(Notice(choice.describe()))
+        recipe = replace(recipe, packing=choice.packs)
+    if not recipe.packs:
+        tell_notices(tell, describe_padded_to_chunks(dataset.rows.lengths, recipe.pipeline.num_chunks))
+    return recipe
 
 
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
@@ -207,7 +209,7 @@ def prepare(
     slow = describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices)
     balance = describe_router_loss(split.routers, split.no_router_loss)
     tell_notices(tell, balance, describe_unreached(model, split), slow)
-    _check_model(model, split, recipe, devices)
+    _check_model(model, split, recipe, devices, tell=tell)
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     grow_tables(model, new.ids)
     dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
@@ -276,7 +278,7 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
     config, _ = config_and_files(source, recipe, tell_phase)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
-    _check_model(model, split, recipe, devices)
+    _check_model(model, split, recipe, devices, tell=tell_phase)
     new = load_with_tokens(source, recipe.add_tokens)[1] if recipe.add_tokens else NewTokens(sys.maxsize)
     grow_tables(model, new.ids)
     put_into, build = _making_trainable(recipe, source, start_folder(loaded), new)
@@ -318,8 +320,9 @@ def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[A
     return config, base_files
 
 
-def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: tuple[str, ...]) -> None:
-    """Raise a RefusedError for a model that does not suit the devices, or cannot compute as the recipe asks."""
+def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: tuple[str, ...], *, tell: Tell) -> None:
+    """Raise a RefusedError for a model that does not suit the devices, or cannot compute as the recipe asks; `tell`
+    gets the reason why chunks attend with masks."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
         raise RefusedError(
@@ -333,6 +336,8 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
     if recipe.pipeline.num_chunks > 1:
         check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
+        if recipe.dtype != "float32" and recipe.kernels == "auto":
+            tell_notices(tell, try_other_ends(device for device in devices if device != "cpu"))
 
 
 def _read_data(
@@ -350,7 +355,6 @@ def _read_data(
             tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
-    tell_notices(tell, describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks))
     return *evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell), base_files
 
 
