@@ -29,8 +29,9 @@ from roundpipe_cli.costs.block_work import (
     Tally,
     block_work,
     expert_fill,
-    has_mask,
+    is_masked,
     lora_params,
+    masked_keys,
 )
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
@@ -78,10 +79,11 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
     if settings.deterministic:  # gradients of queries in float32, for each of the blocks that add to them in turn
         copies = math.ceil(MULTIPROCESSORS / (architecture.num_attention_heads * max(1, settings.micro_batch_size)))
         activations += int(4 * copies * settings.tokens_per_microbatch * query)
-    gradients = 4 / size  # float32, of keys and values
-    return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
+    return activations + chunk_buffer_bytes(architecture, settings)
 
 
+MAX_FLASH_WIDTH = 256
+"""The widest heads that flash attention takes."""
 MULTIPROCESSORS = 170
 """Multiprocessors of the largest consumer card; others have fewer."""
 ORDERED_BACKWARD = 1.61
@@ -94,19 +96,21 @@ def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSett
 
     With one (a sliding window that sequences exceed, sinks), it keeps the mask in the dtype, and keys and values
     repeated for each head; with sinks all of them 8 wider. Without such a kernel, probabilities in float32, a copy of
-    them in 16 bit for the product, and in some models capped scores.
+    them in 16 bit for the product, and in some models capped scores. A chunk's keys and values are copied behind those
+    of the chunks before it.
     """
-    size, heads = settings.dtype_bytes, architecture.num_attention_heads
-    tokens = settings.tokens_per_microbatch
-    pairs = tokens * settings.max_seq_length
+    size, heads, shared = settings.dtype_bytes, architecture.num_attention_heads, architecture.num_key_value_heads
+    tokens, in_chunks = settings.tokens_per_microbatch, settings.sequence_chunks > 1
+    seen, times = masked_keys(block, settings)
     if architecture.keeps_scores:
         each = 4 + (size if size < 4 else 0) + (size if architecture.caps_scores else 0)
-        return int(heads * pairs * each)
-    if not has_mask(architecture, block, settings.max_seq_length):
-        return 0
-    repeated = 2 * (heads - architecture.num_key_value_heads) * architecture.head_dim
-    wider = 4 * heads * 8 if architecture.has_sinks else 0
-    return int(size * (pairs + tokens * (repeated + wider)))
+        repeated = 2 * heads * architecture.head_dim * size * settings.tokens_of_sequences if in_chunks else 0
+        return int(heads * tokens * settings.max_seq_length * each + repeated)
+    if not is_masked(architecture, block, settings):
+        return key_value_bytes(architecture, settings)  # 0 of whole sequences
+    repeated = 2 * (heads if in_chunks else heads - shared) * architecture.head_dim
+    wider = 2 * heads * 8 if architecture.has_sinks else 0
+    return int(size * tokens * (seen + times * (repeated + wider) + wider))
 
 
 def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
@@ -116,6 +120,12 @@ def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> i
         return 0
     width = 2 * architecture.num_key_value_heads * architecture.head_dim
     return int(settings.micro_batch_size * settings.max_seq_length) * width * settings.dtype_bytes
+
+
+def chunk_buffer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """One block's keys and values, and their gradients in float32, from the first to the last backward of a sequence's
+    chunks; 0 where sequences are not cut."""
+    return key_value_bytes(architecture, settings) * (settings.dtype_bytes + 4) // settings.dtype_bytes
 
 
 def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, devices: Sequence[Device] = ()) -> int:
@@ -278,7 +288,16 @@ class Case:
 
 def case_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Case:
     """The case with its analytic costs."""
+    settings = replace(settings, flash_chunks=_has_flash_chunks(architecture, settings, hardware))
     return Case(architecture, settings, hardware, analytic_costs(architecture, settings, hardware))
+
+
+def _has_flash_chunks(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> bool:
+    """Whether chunks attend without a mask, as `model/attention.py` has it where its try at start succeeds."""
+    is_asked = settings.sequence_chunks > 1 and settings.fused and settings.dtype != "float32"
+    is_plain = not architecture.has_sinks and not architecture.keeps_scores
+    fits = architecture.head_dim <= MAX_FLASH_WIDTH and architecture.head_dim % 8 == 0
+    return is_asked and is_plain and fits and all(one.has_bfloat16 and not one.is_cpu for one in hardware.devices)
 
 
 def _layers(
@@ -395,7 +414,7 @@ class _Timer:
             recompute=settings.recompute != "none",
             param_bytes=self._upload_bytes(block.params, block.active_linear_params > 0, adapters),
             boundary_bytes=self._boundary_bytes,
-            activation_bytes=self._boundary_bytes
+            activation_bytes=self._boundary_bytes + chunk_buffer_bytes(architecture, settings)
             if settings.recompute == "layer"
             else activation_bytes(architecture, block, settings),
             recompute_skippable_s=0.0 if settings.recompute == "none" else skippable_s,

@@ -506,6 +506,28 @@ def has_mask(architecture: Architecture, block: Block, max_seq_length: int) -> b
     return architecture.has_sinks or (block.window is not None and block.window <= max_seq_length)
 
 
+QUERY_BLOCK = 256
+"""Least queries of a block in a row that is longer than its window: `model/attention.py`."""
+
+
+def is_masked(architecture: Architecture, block: Block, settings: TrainingSettings) -> bool:
+    """Whether attention gets a mask beside the causal one: of chunks unless a kernel takes other ends of queries."""
+    if settings.sequence_chunks > 1:
+        return not settings.flash_chunks
+    return has_mask(architecture, block, settings.max_seq_length)
+
+
+def masked_keys(block: Block, settings: TrainingSettings) -> tuple[float, float]:
+    """(keys of each query's mask, their copies for each token of a microbatch), for the last chunk. Chunks go through a
+    window in blocks of queries."""
+    length, times = settings.max_seq_length, settings.sequence_chunks
+    if times == 1 or block.window is None or not settings.fused:
+        return length, times
+    queries = min(max(block.window, QUERY_BLOCK), length / times)
+    seen = min(queries + block.window, length)
+    return seen, seen / queries
+
+
 def block_work(architecture: Architecture, block: Block, settings: TrainingSettings) -> Tally:
     """Counts of a block for one microbatch of `settings`."""
     tally = Tally(architecture.hidden_size, settings)
@@ -570,23 +592,27 @@ def _attend(tally: Tally, architecture: Architecture, block: Block) -> None:
     query = architecture.num_attention_heads * architecture.head_dim
     shared = architecture.num_key_value_heads * architecture.head_dim
     length, chunks, size = tally.settings.max_seq_length, tally.settings.sequence_chunks, tally.size
-    keys = length * (chunks + 1) / (2 * chunks)
+    keys = min(length * (chunks + 1) / (2 * chunks), masked_keys(block, tally.settings)[0])
+    times = tally.settings.tokens_of_sequences * keys / (length * tally.tokens)
     of_query, of_shared = tally.tokens * query * size, tally.tokens * shared * size
-    if not has_mask(architecture, block, length):
-        _products(tally, 4 * query * attended_tokens(length, None))
+    if chunks > 1:  # keys and values behind the earlier ones; gradients of those are added up
+        tally.forward.moves(*[2 * times * of_shared] * 2)
+        tally.backward.moves(*[times * (of_shared + of_shared / size * ACCUMULATED_BYTES)] * 2)
+    if not is_masked(architecture, block, tally.settings):
+        _products(tally, 4 * query * attended_tokens(length, None if chunks == 1 else block.window))
     else:
-        repeat = [of_query + of_shared] * (2 if shared < query else 0)
+        repeat = [times * (of_query + of_shared)] * (2 if shared < query else 0)
         is_copied = architecture.has_sinks or 1 < architecture.num_key_value_heads < architecture.num_attention_heads
         if is_copied:  # for each head that shares them; a single one is seen by all without a copy
             tally.forward.moves(*repeat)
         if architecture.has_sinks:
-            _attend_with_sinks(tally, architecture, keys)
+            _attend_with_sinks(tally, architecture, keys, times * tally.tokens / keys)
         else:
             tally.forward.moves(size, size, tally.tokens * keys * (1 + size))  # the mask is made additive
             _products(tally, 4 * query * keys)
         tally.backward.moves(*repeat)
         if is_copied:  # gradients come head by head, and are laid out for the products
-            tally.backward.moves(*[2 * of_shared] * (1 if architecture.qk_norm else 2))
+            tally.backward.moves(*[2 * times * of_shared] * (1 if architecture.qk_norm else 2))
     tally.forward.moves(2 * of_query)  # heads side by side, for the next product
 
 
@@ -595,12 +621,11 @@ def _products(tally: Tally, flops_per_token: float) -> None:
     tally.backward.attends(ATTENTION_BACKWARD * tally.tokens * flops_per_token)
 
 
-def _attend_with_sinks(tally: Tally, architecture: Architecture, keys: float) -> None:
+def _attend_with_sinks(tally: Tally, architecture: Architecture, keys: float, times: float) -> None:
     """Attention whose heads have a number that takes part in the softmax: it is one more key, so queries, keys and
-    values get wider and longer (`model/attention.py`). The mask has a byte for each pair."""
+    values get wider and longer (`model/attention.py`), of so many sequences. The mask has a byte for each pair."""
     heads, width, size, tokens = architecture.num_attention_heads, architecture.head_dim, tally.size, tally.tokens
     wide, more = width + STEP - width % STEP, STEP - keys % STEP
-    times = tokens / keys
     narrow, wider = tokens * heads * width * size, tokens * heads * wide * size
     filled = times * (keys + more) * heads * wide * size
     sink, others = heads * wide * size, times * heads * (more - 1) * wide * size

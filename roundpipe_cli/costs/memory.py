@@ -271,7 +271,14 @@ def _workspace_bytes(case: Case) -> int:
     workspace = backward_workspace_bytes(tokens, mlp_tokens, wide, hidden, size=settings.dtype_bytes)
     if mlp_tokens < tokens:
         workspace += max((layer.grad_bytes for layer in case.costs.layers[1:-1]), default=0)
-    return workspace
+    if settings.sequence_chunks == 1:
+        return workspace
+    # a chunk's attention: gradients of all keys and values, for each head, in sum and of earlier chunks, and of queries
+    # in float32, too; what its feed-forward part kept is free by then
+    heads, shared, size = architecture.num_attention_heads, architecture.num_key_value_heads, settings.dtype_bytes
+    keys = 2 * settings.tokens_of_sequences * (heads + 2 * shared) * size + tokens * heads * (2 * size + 4)
+    freed = size * mlp_tokens * wide * (4 if architecture.gated_mlp else 2)
+    return max(workspace, int(keys * architecture.head_dim - freed))
 
 
 def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, *, size: int) -> int:

@@ -73,6 +73,8 @@ class TrainingSettings:
 
     sequence_chunks: int = 1
     """Chunks into which each sequence is cut; a chunk is a microbatch, so `num_microbatches` counts chunks."""
+    flash_chunks: bool = False
+    """Chunks attend without a mask, by variable-length attention; `case_of` knows of model and machine."""
 
     @property
     def tokens_per_microbatch(self) -> float:
@@ -82,6 +84,11 @@ class TrainingSettings:
     def num_sequences(self) -> int:
         """Sequences of a step, divided by `micro_batch_size`."""
         return self.num_microbatches // self.sequence_chunks
+
+    @property
+    def tokens_of_sequences(self) -> float:
+        """Tokens of all sequences of a microbatch, other chunks' included."""
+        return self.tokens_per_microbatch * self.sequence_chunks
 
     @property
     def tokens_per_mlp_call(self) -> float:

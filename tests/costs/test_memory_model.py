@@ -13,6 +13,7 @@ import pytest
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.costs.analytic import Case, activation_bytes, case_of
+from roundpipe_cli.costs.block_work import block_work, is_masked
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
@@ -130,6 +131,52 @@ def test_recompute_by_layer_keeps_one_layer_and_the_inputs_of_the_rest() -> None
         device_need(changed(case, recompute=how), *stages).total_bytes for how in ("stage", "layer", "none")
     )
     assert layered < whole < nothing
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "changes", "has_mask"),
+    [
+        (LLAMA, "1x4090", {}, False),
+        (LLAMA, "8xh100", {"method": "full"}, False),
+        (LLAMA, "1xt4", {"dtype": "float16"}, True),
+        (LLAMA, "1x4090", {"dtype": "float32"}, True),
+        (LLAMA, "1x4090", {"fused": False}, True),
+        ("openai/gpt-oss-20b", "1x4090", {}, True),
+        ("google/gemma-3-12b-pt", "1x4090", {}, False),
+    ],
+)
+def test_which_chunks_attend_with_a_mask(model: str, hardware: str, changes: dict[str, Any], has_mask: bool) -> None:
+    """Variable-length attention needs sm80, 16 bit and our kernels; sinks and capped scores need a mask."""
+    case = ask(model, hardware, max_seq_length=32768, sequence_chunks=8, num_microbatches=8, **changes)
+    assert {is_masked(case.architecture, block, case.settings) for block in case.architecture.blocks} == {has_mask}
+    assert not changed(case, sequence_chunks=1).settings.flash_chunks
+
+
+def test_a_chunks_attention_by_hand() -> None:
+    """Story: 5 blocks of Llama 3.1 8B took 0.75 GiB each for a mask and repeated keys, and attention was timed without
+    one; counted was neither."""
+    tokens, length, of_heads, of_keys = 4096, 32768, 32 * 128, 8 * 128
+    cases = [ask(LLAMA, name, max_seq_length=length, sequence_chunks=8) for name in ("1x4090", "1xt4")]
+    without, masked = (activation_bytes(one.architecture, one.architecture.blocks[0], one.settings) for one in cases)
+    assert masked - without == 2 * (tokens * length + 2 * length * of_heads) - 2 * 2 * length * of_keys
+    assert 2 * (tokens * length + 2 * length * of_heads) == 0.75 * GIB
+    flops = [block_work(one.architecture, one.architecture.blocks[0], one.settings).forward for one in cases]
+    average = length / 2
+    assert flops[0].attention_flops == 4 * tokens * of_heads * average
+    assert flops[1].attention_flops == pytest.approx(flops[0].attention_flops * 9 / 8)
+    # keys, values and their gradients stay for all blocks of a stage
+    layered = changed(cases[0], recompute="layer").costs.layers[1]
+    assert layered.activation_bytes == layered.boundary_bytes + 2 * length * of_keys * (2 + 4)
+
+
+def test_many_chunks_of_a_long_row_need_room_for_gradients_of_all_its_keys() -> None:
+    few, many = (
+        part(fixed_device_need(ask(LLAMA, "1x4090", max_seq_length=65536, sequence_chunks=count)), "workspace")
+        for count in (2, 64)
+    )
+    assert few == 2 * 32768 * (3 * 14336 + 2 * 4096)
+    each, freed = 128 * (2 * 65536 * (32 + 2 * 8) * 2 + 1024 * 32 * 8), 2 * 1024 * 14336 * 4
+    assert many == each - freed > 10 * 2 * 1024 * (3 * 14336 + 2 * 4096)
 
 
 def test_dropout_before_adapters_keeps_masks_and_what_they_leave() -> None:

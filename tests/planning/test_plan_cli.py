@@ -281,7 +281,7 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
     assert chunks.verdict.fits and not whole.verdict.fits and chunks.tokens_per_s > 3 * whole.tokens_per_s
     assert any("every chunk of a sequence takes the same time" in line for line in chunks.assumptions)
     costs = [plan.question.analytic.costs.layers[1] for plan in (whole, chunks)]
-    assert costs[1].forward_s == pytest.approx(costs[0].forward_s / 32, rel=1e-3)
+    assert 1 <= 32 * costs[1].forward_s / costs[0].forward_s < 1.02, "keys and values are copied behind earlier ones"
     assert costs[1].activation_bytes < costs[0].activation_bytes
 
 
