@@ -1,7 +1,7 @@
-"""Peak of a card's memory against `plan`, for 32 forms of training: a table, made by the simulated allocator.
+"""Peak of a card's memory against `plan`, for 46 forms of training: a table, made by the simulated allocator.
 
     python scripts/memory_table.py             # all forms, a few minutes
-    python scripts/memory_table.py --only moe  # those with the word in their name
+    python scripts/memory_table.py --only moe  # those with the word in their name, e.g. "chunks"
 
 Peaks are what torch would allocate, without the driver's context. A form that lies outside 0.75 to 1.0 of the plan is
 marked, and the exit code is then 1.
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -24,11 +24,14 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import CONTEXT, device_need
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
-from roundpipe_cli.engine.backends.cuda import CudaBackend
+from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.model.attention import try_other_ends
 from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.train.prepare.devices import make_backends
 from scripts.gpu_checks.models import build, random_rows, tiny
 from tests.support.simulated_cuda import Simulation
 
@@ -46,6 +49,25 @@ WAYS: dict[str, dict[str, Any]] = {
 TOKENS, CHUNK_TOKENS = 512, 128
 NUM_BLOCKS, BLOCKS_PER_STAGE = 4, 2
 MICROBATCHES, PER_ROUND = 4, 2
+SEQUENCE_TOKENS = 2048
+"""Tokens of the sequence of a step in chunks."""
+CHUNKS: tuple[tuple[str, str, int, Mapping[str, Any]], ...] = (
+    ("llama", "lora", 2, {}),
+    ("llama", "full", 8, {}),
+    ("llama", "lora", 16, {"num_key_value_heads": 1}),
+    ("llama", "full", 4, {"num_key_value_heads": 8}),
+    ("llama", "lora", 8, {"packed": True}),
+    ("qwen3", "full", 16, {"packed": True}),
+    ("gemma3_text", "lora", 8, {"sliding_window": 128}),
+    ("mistral", "full", 4, {"sliding_window": 512, "packed": True}),
+    ("gpt_oss", "lora", 8, {"sliding_window": 128}),
+    ("gpt_oss", "full", 4, {"sliding_window": 128, "packed": True}),
+    ("gemma2", "lora", 8, {}),
+    ("qwen3_moe", "full", 8, {}),
+    ("llama", "lora", 8, {"masked": True}),
+    ("olmo_hybrid", "lora", 8, {"packed": True}),
+)
+"""(model type, method, number of chunks, the type's changes; `masked`: no kernel takes other ends of queries)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,8 @@ class Form:
     kind: str
     method: str
     way: str
+    chunks: int = 1
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -64,29 +88,43 @@ class Form:
 def forms() -> Iterator[Form]:
     """All of the table."""
     for kind, method, way in product(TYPES, ("lora", "full"), WAYS):
-        yield Form(kind, method, way)
+        yield Form(kind, method, way, changes=TYPES[kind])
+    for kind, method, chunks, changes in CHUNKS:
+        words = "".join(f", {name} {value}" for name, value in changes.items())
+        yield Form(kind, method, f"{chunks} chunks{words}", chunks, changes)
 
 
 def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
     """Bytes that `plan` counts and that a step takes, both without the driver's context, and the plan's parts."""
-    changes = dict(TYPES[form.kind])
-    model_type = changes.pop("model_type", form.kind)
-    figures = {**tiny(model_type), **SIZES, **WIDTHS, "num_hidden_layers": NUM_BLOCKS}
+    changes = dict(form.changes)
+    model_type, packed, masked = changes.pop("model_type", form.kind), "packed" in changes, "masked" in changes
+    sizes = {**SIZES, **WIDTHS, "num_hidden_layers": NUM_BLOCKS, "max_position_embeddings": SEQUENCE_TOKENS}
+    figures = {**tiny(model_type), **sizes, **{name: changes[name] for name in changes.keys() - {"packed", "masked"}}}
     architecture = parse_config(figures, name=form.name, source="memory_table")
-    way = {"head_chunk_tokens": CHUNK_TOKENS, "method": form.method, **WAYS[form.way]}
-    settings = TrainingSettings(TOKENS, num_microbatches=MICROBATCHES, lora_r=16, **way)
-    case = case_of(architecture, settings, parse_hardware("1xh100"))
-    costs = with_gains(case.costs, settings)
+    way = {"head_chunk_tokens": CHUNK_TOKENS, "method": form.method, **WAYS.get(form.way, {})}
+    tokens, count, per_round = TOKENS, MICROBATCHES, PER_ROUND
     stages = even_cut(NUM_BLOCKS + 2, BLOCKS_PER_STAGE, BLOCKS_PER_STAGE)
-    parts = {name: size for name, size in device_need(case, *stages, PER_ROUND).parts.items() if name != CONTEXT}
+    if form.chunks > 1:
+        tokens, count, per_round = SEQUENCE_TOKENS, form.chunks, form.chunks
+        stages = [(0, 2), (3, 4)], [(5, 5), (3, 4), (0, 2)]
+    settings = TrainingSettings(tokens, num_microbatches=count, lora_r=16, sequence_chunks=form.chunks, **way)
+    case = case_of(architecture, settings, parse_hardware("1xt4" if masked else "1xh100"))
+    costs = with_gains(case.costs, settings)
+    parts = {name: size for name, size in device_need(case, *stages, per_round).parts.items() if name != CONTEXT}
     model = build(figures, form.method)
-    rows = random_rows(MICROBATCHES, TOKENS, figures["vocab_size"])
+    rows = random_rows(count // form.chunks, tokens, figures["vocab_size"])
+    if form.chunks > 1:  # the head of one chunk takes as much as all, in less time
+        rows = [
+            replace(row, labels=row.labels.index_fill(1, torch.arange(tokens - 2 * CHUNK_TOKENS), -100)) for row in rows
+        ]
+    if packed:
+        rows = [in_rows(row) for row in rows]
     schedule = build_schedule(
         "roundpipe",
         forward_stages=stages[0],
         backward_stages=stages[1],
         num_workers=1,
-        rounds=Rounds(MICROBATCHES, per_round=PER_ROUND),
+        rounds=Rounds(count, per_round=per_round, sequence_chunks=form.chunks),
         costs=costs,
     )
     options = EngineOptions(
@@ -94,13 +132,28 @@ def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
         keep_blocks=settings.keep_blocks,
         head_chunk_tokens=settings.head_chunk_tokens,
         fused=model.fused,
+        attends_in_rows=form.chunks > 1,
     )
-    with (
-        Simulation(),
-        Engine(model.skeleton, model.split, model.store, [CudaBackend(0)], options=options) as engine,
-    ):
-        peak = max(max(engine.run_step(rows, schedule, step=step).device_peak_bytes) for step in range(2))
+    with Simulation(), Engine(model.skeleton, model.split, model.store, backends(masked), options=options) as engine:
+        peak = max(
+            max(engine.run_step(rows, schedule, step=step).device_peak_bytes)
+            for step in range(1 if form.chunks > 1 else 2)
+        )
     return sum(parts.values()), peak, parts
+
+
+def backends(masked: bool) -> Sequence[Backend]:
+    """The card, as a run sets it up."""
+    found = make_backends(["cuda:0"], 1)
+    assert masked or try_other_ends(["cuda:0"]) is None
+    return found
+
+
+def in_rows(row: Microbatch) -> Microbatch:
+    """The same tokens as a short row and two long ones."""
+    tokens = row.input_ids.shape[1]
+    lengths = (tokens // 9, tokens // 2, tokens - tokens // 9 - tokens // 2)
+    return replace(row, position_ids=torch.cat([torch.arange(length) for length in lengths])[None])
 
 
 def main() -> int:

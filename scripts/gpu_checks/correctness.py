@@ -21,6 +21,7 @@ from roundpipe_cli.engine.backends.cuda_process import set_up_process
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import OutOfDeviceMemoryError
+from roundpipe_cli.model.attention import has_flash, try_other_ends
 from roundpipe_cli.schedule.actions import Schedule
 from scripts.gpu_checks.place import WATCHDOG_S, Check, CheckPlace, Figures, check, require, skip_unless_real
 from tests.support.simulated_cases import CASES, MORE_SIZES, Bits, Case, is_equal, narrow_sums, page_locked
@@ -43,6 +44,7 @@ MORE_CASES = {
 def checks(place: CheckPlace) -> Iterator[Check]:
     for kind in ("packed",) if place.is_quick else ("whole", "packed", "experts"):  # before cuBLAS reads its variable
         yield check(f"deterministic, {kind}", same_bits, place, kind)
+    yield check("chunks without a mask", chunks_without_mask, place)
     cases = {name: CASES[name] for name in QUICK_CASES} if place.is_quick else {**CASES, **MORE_CASES}
     for name in cases:
         for devices in place.pairs if name in ("lora", "full") else place.pairs[-1:]:
@@ -93,6 +95,17 @@ def same_bits(place: CheckPlace, kind: str) -> Figures:
     errors = [worst_difference(one, found[0]) for one in found[1:]]
     assert all(is_equal(one, found[0]) for one in found[1:]), f"again and with one worker: {errors} off"
     return {"errors": errors}
+
+
+def chunks_without_mask(place: CheckPlace) -> Figures:
+    """Variable-length attention as a chunk behind others needs it; two packed rows in chunks by it, in 16 bit."""
+    with place.devices():
+        set_up_process(place.pairs[-1])
+        has_kernel, notice = has_flash(torch.bfloat16), try_other_ends(f"cuda:{one}" for one in place.pairs[-1])
+    assert not has_kernel or notice is None, notice
+    base = CASES["packed-chunks"]
+    case = replace(base, method="full", model={**base.model, "dtype": torch.bfloat16}, bound=ROUNDED)
+    return {"notice": notice, **same_as_processor(place, "packed-chunks", case, place.pairs[-1])}
 
 
 def on_workers(count: int, rig: Rig, num_microbatches: int) -> Schedule:
