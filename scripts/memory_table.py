@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.costs.analytic import case_of, with_gains
+from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gains
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import CONTEXT, device_need
 from roundpipe_cli.costs.models import parse_config
@@ -60,12 +60,12 @@ CHUNKS: tuple[tuple[str, str, int, Mapping[str, Any]], ...] = (
     ("qwen3", "full", 16, {"packed": True}),
     ("gemma3_text", "lora", 8, {"sliding_window": 128}),
     ("mistral", "full", 4, {"sliding_window": 512, "packed": True}),
-    ("gpt_oss", "lora", 8, {"sliding_window": 128}),
-    ("gpt_oss", "full", 4, {"sliding_window": 128, "packed": True}),
+    ("gpt_oss", "lora", 8, {"sliding_window": 128, "intermediate_size": 256}),
+    ("gpt_oss", "full", 4, {"sliding_window": 128, "packed": True, "intermediate_size": 256}),
     ("gemma2", "lora", 8, {}),
     ("qwen3_moe", "full", 8, {}),
     ("llama", "lora", 8, {"masked": True}),
-    ("olmo_hybrid", "lora", 8, {"packed": True}),
+    ("qwen3_next", "lora", 8, {"packed": True}),
 )
 """(model type, method, number of chunks, the type's changes; `masked`: no kernel takes other ends of queries)."""
 
@@ -108,7 +108,10 @@ def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
         tokens, count, per_round = SEQUENCE_TOKENS, form.chunks, form.chunks
         stages = [(0, 2), (3, 4)], [(5, 5), (3, 4), (0, 2)]
     settings = TrainingSettings(tokens, num_microbatches=count, lora_r=16, sequence_chunks=form.chunks, **way)
-    case = case_of(architecture, settings, parse_hardware("1xt4" if masked else "1xh100"))
+    case = case_of(architecture, settings, hardware := parse_hardware("1xh100"))
+    if masked:
+        without = replace(settings, flash_chunks=False)
+        case = Case(architecture, without, hardware, analytic_costs(architecture, without, hardware))
     costs = with_gains(case.costs, settings)
     parts = {name: size for name, size in device_need(case, *stages, per_round).parts.items() if name != CONTEXT}
     model = build(figures, form.method)

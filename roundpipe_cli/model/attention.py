@@ -291,8 +291,8 @@ def mask_of_rows(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kw
 
 
 def _told_apart(asked: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a mask is asked for with; within a chunk of packed rows, of which a model with a cache does not
-    know, a token sees its own row alone."""
+    """The arguments that a mask is asked for with; within a chunk of packed rows, of which a model with a cache does
+    not know, a token sees its own row alone."""
     rows: PackedRows | None = getattr(_now, "rows", None)
     if rows is None or not _now.is_packed_chunk or rows.are_whole:
         return asked
