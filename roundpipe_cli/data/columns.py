@@ -456,16 +456,36 @@ def list_inside(row: Mapping[str, object]) -> str | None:
     return None
 
 
-def rows_inside(column: str, where: str) -> RefusedError:
-    """The error for a file whose rows are a list inside its only object."""
-    keys = "".join(f"[{key!r}]" for key in column.split("."))
-    code = f"import json; [print(json.dumps(row)) for row in json.load(open({where!r})){keys}]"
+def is_columnar(row: Mapping[str, object]) -> bool:
+    """Whether an object is a whole table: an equally long list for each column, or pandas' object of rows by number."""
+    lists = [
+        list(value.values()) if isinstance(value, Mapping) and all(map(str.isdigit, map(str, value))) else value
+        for value in row.values()
+    ]
+    sizes = {len(value) if isinstance(value, list) else 0 for value in lists}
+    cells = [cell for value in lists if isinstance(value, list) for cell in value[:1]]
+    is_turns = any(isinstance(cell, (Mapping, list)) for cell in cells) or any(map(messages_in_text, row.values()))
+    is_table = len(sizes) == 1 and (len(row) > 1 or "text" in row) and not is_turns
+    return is_table and any(isinstance(cell, str) for cell in cells)
+
+
+def rows_inside(row: Mapping[str, object], where: str) -> RefusedError | None:
+    """The error for a file whose only object has the rows inside it; None: it has none."""
+    if is_columnar(row):
+        found = f"a list for each column: {column_names(row)}"
+        rows = "(dict(zip(d, r)) for r in zip(*(v.values() if isinstance(v, dict) else v for v in d.values())))"
+    elif column := list_inside(row):
+        found = f"a list of objects in `{printable(column, 60)}`"
+        rows = "".join(["d", *(f"[{key!r}]" for key in column.split("."))])
+    else:
+        return None
     return RefusedError(
-        "the file is one object with a list inside, and not one object a row",
+        "the file is one object with the rows inside it, and not one object a row",
         where=where,
-        found=f"a list of objects in `{printable(column, 60)}`",
+        found=found,
         expected="a list of rows, or one JSON object a line",
-        hint=f'take them out: python3 -c "{code}" > rows.jsonl',
+        hint=f'take them out: python3 -c "import json; d = json.load(open({where!r})); '
+        f'[print(json.dumps(row)) for row in {rows}]" > rows.jsonl',
     )
 
 

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr, NamedTuple, cast
 
-from roundpipe_cli.data.columns import is_known_column, list_inside, rows_inside
+from roundpipe_cli.data.columns import is_known_column, rows_inside
 from roundpipe_cli.data.encodings import as_utf8, encoding_hint, marked_encoding
 from roundpipe_cli.data.rows import (
     DELIMITERS,
@@ -308,7 +309,8 @@ def _parse_json_line(line: bytes, number: int) -> RawRow:
         return _bad_row(number, "the line is not valid UTF-8", found, hint=encoding_hint(line))
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some messages of json end in this way
-        return _bad_row(number, "the line is not valid JSON", f"{what} at column {error.colno}", ONE_A_LINE)
+        found, hint = f"{what} at column {error.colno}", _json_hint(error.doc, error.pos)
+        return _bad_row(number, "the line is not valid JSON", found, ONE_A_LINE, hint=hint)
     except TwiceError as error:
         return _twice(number, error)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
@@ -428,11 +430,16 @@ def _checked_utf8(row: RawRow, source: str) -> RawRow:
 
 def _no_rows_in(path: Path, text: str, start: int) -> RefusedError:
     """The error for JSON that is no list; where it is an object with a list of rows, with the way to get at them."""
-    with contextlib.suppress(ValueError, RecursionError):
-        whole = json.loads(text[start:])
-        if isinstance(whole, dict) and (key := list_inside(whole)):
-            return rows_inside(key, str(path))
-    return _broken_json(path, text, start, "this is neither a list of rows nor one row a line")
+    position = start
+    with contextlib.suppress(RecursionError):
+        try:
+            whole = json.loads(text[start:])
+            if isinstance(whole, dict) and (inside := rows_inside(whole, str(path))):
+                return inside
+        except ValueError as error:
+            position += getattr(error, "pos", 0)
+    message, hint = "this is neither a list of rows nor one row a line", _json_hint(text, position)
+    return _broken_json(path, text, position if hint else start, message)
 
 
 def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedError:
@@ -443,8 +450,19 @@ def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedE
         where=f"{path}:{line}:{column}",
         found=message,
         expected="a JSON list of objects, or one JSON object a line",
-        hint="`[` before the first object, `]` behind the last and a comma between two make them a list",
+        hint=_json_hint(text, position)
+        or "`[` before the first object, `]` behind the last and a comma between two make them a list",
     )
+
+
+def _json_hint(text: str, position: int) -> str | None:
+    """A hint on what stands at `position` in place of JSON; None: nothing that is known."""
+    before, behind = text[max(0, position - 40) : position].rstrip(), text[position : position + 40]
+    if re.match(r"(,\s*)?[}\]]", behind) and "," in (before[-1:], behind[:1]):
+        return "take out the comma before the bracket that closes: JSON has none there"
+    if re.match(r"'|(None|True|False)\b", behind):
+        return "this is Python's text of an object; `json.dumps` writes JSON: double quotes, null, true and false"
+    return None
 
 
 def own_delimiter(path: Path) -> str:

@@ -12,8 +12,8 @@ from roundpipe_cli.data.columns import (
     SINGLE_TYPES,
     columns_text,
     find_column,
+    is_columnar,
     likely_columns,
-    list_inside,
     refuse_layout,
     rows_inside,
     unused_columns,
@@ -324,6 +324,9 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
     Raises:
         RefusedError: no type fits, or `spec.columns` maps a field that the type does not have.
     """
+    inside = rows_inside(rows[0], where) if len(rows) == 1 else None
+    if inside is not None and is_columnar(rows[0]):
+        raise inside
     layouts = list(dict.fromkeys(map(tuple, rows)))
     every = tuple(dict.fromkeys(chain.from_iterable(layouts)))
     types = ("preference",) if spec.pairs else SINGLE_TYPES if spec.type == "auto" else (spec.type,)
@@ -346,8 +349,8 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
                 return row_format
     likely = likely_columns(rows) if not spec.columns else {}
     refuse_layout(layouts, where, has_answer="completion" in likely)
-    if len(rows) == 1 and not likely and (column := list_inside(rows[0])) is not None:
-        raise rows_inside(column, where)
+    if inside is not None and not likely:
+        raise inside
     raise UnknownColumnsError(layouts[0], where, likely)
 
 

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,11 @@ FILES: dict[str, tuple[str, bytes, dict[str, str], str]] = {
     "one row": ("x.csv", b"Frage,Antwort\nWie?,So ist das.\n", GERMAN, "utf-8"),
 }
 TRAINED_IN_SUITE = {"cp1252", "no header", "one row"}
+COLUMNAR = {
+    "lists": json.dumps({"Frage": [q for q, _ in PAIRS], "Antwort": [a for _, a in PAIRS]}),
+    "pandas": json.dumps({name: {str(n): pair[i] for n, pair in enumerate(PAIRS)} for i, name in enumerate("qa")}),
+    "an inner list": json.dumps({"data": {"rows": [{"q": q, "a": a} for q, a in PAIRS]}}),
+}
 REFUSED = {
     "empty": ("x.csv", b"", "the dataset is empty"),
     "header alone": ("x.csv", b"Frage,Antwort\n", "the dataset is empty"),
@@ -109,6 +115,10 @@ REFUSED = {
         json.dumps({"Frage": "Wie?", "Antwort": "So."}, indent=1).encode(),
         "before the first obj",
     ),
+    "columns as lists": ("x.json", COLUMNAR["lists"].encode(), r"a list for each column: columns Frage"),
+    "comma at the end": ("x.jsonl", b'{"Frage": "Wie?", "Antwort": "So.",}\n', "take out the comma"),
+    "comma behind the last row": ("x.json", b'[{"Frage": "Wie?", "Antwort": "So."},\n]', "take out the comma"),
+    "text of Python": ("x.jsonl", b"{'Frage': 'Wie?', 'Antwort': None}\n", "`json.dumps` writes JSON"),
     "lists": ("x.jsonl", lines(lambda q, a: {"Frage": [q], "Antwort": [a]}).encode(), "completion: COLUMN"),
     "long line": ("x.jsonl", b'{"prompt": "' + b"x" * (65 << 20) + b'"}\n', "this line is too long"),
 }
@@ -155,6 +165,19 @@ def test_a_first_file_that_cannot_train_says_the_way_out(kind: str, tmp_path: Pa
         look_at_rows(name, tmp_path)
     assert len(refused.value.problems) == 1
     assert re.search(match, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+@pytest.mark.parametrize("kind", COLUMNAR)
+def test_the_way_out_of_one_object_gives_its_rows(kind: str, name: str, tmp_path: Path) -> None:
+    indent = 1 if name == "x.json" else None
+    (tmp_path / name).write_text(json.dumps(json.loads(COLUMNAR[kind]), indent=indent))
+    with pytest.raises(RefusedError) as refused:
+        look_at_rows(name, tmp_path)
+    command = str(refused.value.problems[0].hint).removeprefix("take them out: ")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    rows = [tuple(json.loads(line).values()) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == PAIRS
 
 
 def test_columns_are_agreed_on_at_a_terminal(tmp_path: Path) -> None:
