@@ -47,7 +47,7 @@ def shared_mode(mode: int) -> int:
 
 _CHUNK_BYTES = 8 * 1024**2
 _TELL_S = 0.25
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_AGAIN = "run the command again (`finetune` with --resume, or with output_dir= on another disk)"
 
 
 def free_bytes(folder: Path) -> int:
@@ -69,7 +69,7 @@ def require_free_bytes(folder: Path, needed_bytes: int, what: str) -> None:
             where=str(folder),
             found=f"{format_bytes(free)} free ({free} bytes)",
             expected=f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)",
-            hint="free some space and run again with --resume, or set output_dir= to a larger disk",
+            hint=f"free some space and {_AGAIN}",
         )
 
 
@@ -82,21 +82,21 @@ def disk_error(error: OSError, path: Path, what: str, needed_bytes: int | None =
             hint="--resume continues where it is now",
         )
     found = f"{os.strerror(error.errno) if error.errno else error}"
-    hint = "look at the disk (dmesg), then run again with --resume"
+    hint = f"look at the disk (dmesg), then {_AGAIN}"
     try:
         status = os.statvfs(path if path.is_dir() else path.parent)
     except OSError:
         status = None
-    if error.errno in _FULL:
-        hint = "free some space and run again with --resume, or set output_dir= to a larger disk"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = f"free some space and {_AGAIN}"
     if error.errno == errno.EFBIG:
         found += ": a limit on the size of files is set"
-        hint = "ulimit -f unlimited, or set output_dir= to a file system that takes such files, and --resume"
+        hint = f"ulimit -f unlimited; then {_AGAIN}"
     elif error.errno == errno.ENOSPC and status is not None and status.f_files and not status.f_favail:
         found += f": all {status.f_files:,} inodes are taken"
-        hint = "remove small files and run again with --resume, or set output_dir= to another disk"
+        hint = f"remove small files and {_AGAIN}"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        hint = "make the folder writable for this user and run again with --resume, or set output_dir= elsewhere"
+        hint = f"make the folder writable for this user and {_AGAIN}"
     elif status is not None:
         free = status.f_bavail * status.f_frsize
         found += f", {format_bytes(free)} free ({free} bytes)"
