@@ -1,4 +1,4 @@
-"""Settings that libraries read from the environment once, as they are loaded: CUDA's order of GPUs, OpenMP's waiting.
+"""Settings that libraries read from the environment once, as they are loaded: GPUs' order, waiting threads, bars.
 
 CUDA's own order is the fastest GPU first, by a measure that no other program knows; nvidia-smi goes by PCI bus.
 OpenMP's threads spin for some milliseconds when they wait for work, on processors that others need: beside two busy
@@ -25,10 +25,15 @@ def is_by_bus() -> bool:
     return os.environ.get(ORDER, "").strip() in ("", BY_BUS)
 
 
-def wait_without_spinning() -> None:
+def spin_briefly() -> None:
     """Choose how long OpenMP's threads spin, where the user has said nothing; of no effect once torch is loaded."""
     if not os.environ.get(POLICY, "").strip():
         _choose(SPINS, FEW_SPINS)
+
+
+def hide_bars() -> None:
+    """Choose no progress bars: hundreds of lines where stderr is a file; of no effect once tqdm is loaded."""
+    _choose("TQDM_DISABLE", "1")
 
 
 def _choose(name: str, value: str) -> None:

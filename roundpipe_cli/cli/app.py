@@ -19,7 +19,7 @@ from roundpipe_cli.cli.usage_errors import UsageError, explain_usage
 from roundpipe_cli.cli.versions import version_lines
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
-from roundpipe_cli.library_settings import count_by_bus, wait_without_spinning
+from roundpipe_cli.library_settings import count_by_bus, hide_bars, spin_briefly
 from roundpipe_cli.train.result.gguf_types import GGUF_TYPES
 
 
@@ -173,7 +173,8 @@ def main() -> None:
     _interrupt_once()
     open_closed_streams()
     count_by_bus()
-    wait_without_spinning()
+    spin_briefly()
+    hide_bars()
     listen(lambda text: say(f"note: {text}"))
     keep_private()  # state, logs and caches hold private data; results are opened to others one by one
     code = 0

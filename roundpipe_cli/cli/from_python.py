@@ -21,7 +21,7 @@ from roundpipe_cli.errors import RefusedError, RoundpipeError, as_ours
 from roundpipe_cli.events import Event, Notice, Tell, tell_notices
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
-from roundpipe_cli.library_settings import wait_without_spinning
+from roundpipe_cli.library_settings import spin_briefly
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import TokenLoss
@@ -226,7 +226,7 @@ def _as_the_command() -> Iterator[StopSignals]:
     if threading.current_thread() is not threading.main_thread():
         hint = "a program of its own, or another process, has one"
         raise RefusedError("finetune: only in the main thread, where signals and the watchdog reach it", hint=hint)
-    wait_without_spinning()
+    spin_briefly()
     signals, umask = StopSignals(), keep_private()
     signals.announce = say_at_once
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, redact, render_problem
+from roundpipe_cli.library_settings import hide_bars
 from roundpipe_cli.units import escape_controls
 
 # Fits lines to a terminal. In a pipe or a file they stay whole, for `grep` and comparisons.
@@ -110,7 +111,7 @@ def quiet_libraries() -> None:
     """Our own messages say what matters; the libraries' advice is for programmers."""
     import warnings
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    hide_bars()
     from transformers.utils import logging
 
     if not sys.warnoptions:

@@ -187,3 +187,11 @@ def test_the_command_leaves_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     put(monkeypatch, "RANK=1")
     assert "WORLD_SIZE not set" in said("finetune", "recipe.yaml", code=2)[1]
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_no_bar_of_a_library_is_drawn() -> None:
+    """Story: `generate` of a GGUF file, whose reader's tqdm was loaded first, wrote hundreds of lines into a log."""
+    code = "import sys\nfrom roundpipe_cli.cli.app import main\nsys.argv = ['roundpipe', '--help']\ntry: main()\n"
+    code += "except SystemExit: pass\nfrom tqdm.auto import tqdm\nprint(sum(tqdm(range(300))))"
+    done = python(code)
+    assert done.stdout.endswith(f"{sum(range(300))}\n") and "300" not in done.stderr
