@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from roundpipe_cli.recipe.convert_rules import Conversion, Tool, is_pairs
 from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of, is_off
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
-from roundpipe_cli.regular_files import named_path
+from roundpipe_cli.regular_files import named_path, read_json_of_ours
 
 Entry = dict[str, Any]
 
@@ -113,10 +113,7 @@ def _finished(
     path = entry["path"]
     names = [path] if is_off(files) else files if isinstance(files, list) else [files]
     if not all(isinstance(file, str) for file in names):
-        what, hint = (
-            "files by split cannot be read",
-            "name the files of the split to train on: data_files: [train.jsonl]",
-        )
+        what, hint = "files by split cannot be read", "name the files of the split: data_files: [train.jsonl]"
         place, found = f"{result.name}: {where}", shown_value(files)
         raise RefusedError(what, where=place, found=found, expected="a list of files", hint=hint)
     is_whole = is_off(files) or path in _LOADERS
@@ -371,9 +368,8 @@ def _factory_datasets(key: str, result: Conversion) -> list[Entry]:
     names = data.get(key) or []
     names = [str(part).strip() for part in (names if isinstance(names, list) else str(names).split(","))]
     table = base if isinstance(base, dict) else None if base == "ONLINE" else _table(result.name, str(base))
-    folder = base if isinstance(base, str) else "data"
+    folder, is_online = base if isinstance(base, str) else "data", base == "ONLINE"
     if table is None:  # LLaMA-Factory's own data sets lie so
-        is_online = base == "ONLINE"
         paths = names if is_online else [f"{folder}/{dataset}.json" for dataset in names]
         if paths and not is_online:
             result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
@@ -406,15 +402,13 @@ def _table(name: str, base: str) -> dict[str, Any] | None:
     named_path(base)
     for path in (Path(name).parent / base / _TABLE, Path(base) / _TABLE):
         try:
-            if not path.is_file():
-                continue
-            if path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            table = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(table, dict):
-                raise ValueError("no JSON object")
-            return table
-        except (OSError, ValueError, RecursionError) as error:
+            table = read_json_of_ours(path, MAX_BYTES)
+            if isinstance(table, dict):
+                return table
+            raise ValueError("no JSON object")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
             what, hint = "the table of datasets cannot be read", f"python -m json.tool {shlex.quote(str(path))}"
             raise RefusedError(what, where=str(path), found=str(error), hint=hint) from None
     return None
@@ -432,13 +426,11 @@ def _limited(entry: Entry, known: Mapping[str, Any], result: Conversion) -> Entr
 
 def _with_weights(entries: list[Entry], given: Any) -> list[Entry]:
     """Shares of datasets that LLaMA-Factory interleaves."""
-    try:
+    with suppress(ValueError):
         weights = [float(share) for share in (given if isinstance(given, list) else str(given or "").split(","))]
-    except ValueError:
-        return entries
-    if len(weights) != len(entries) or min(weights) <= 0:
-        return entries
-    return [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
+        if len(weights) == len(entries) and min(weights) > 0:
+            return [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
+    return entries
 
 
 def _table_entry(dataset: str, known: Mapping[str, Any], folder: str, result: Conversion) -> Entry:
