@@ -92,7 +92,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     shown = samples(dataset, tokenizer, recipe.seed, rejected)
     if rejected is not None:
         return DataView(dataset, rejected, None, shown)
-    mix = mix_of(recipe, dataset)
+    mix = mix_of(recipe, dataset.rows_by_spec)
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, shuffle=recipe.shuffle)
     if recipe.packing == "auto":
         fill = replace(fill, choice=packing_choice(loaded, dataset))
@@ -111,7 +111,7 @@ def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingCh
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
     trained = hold_out(dataset, recipe.val_set_size, recipe.seed)[0] if recipe.val_set_size else dataset
     obstacle = packing_obstacle(found, recipe)
-    return choose_packing(mix_of(recipe, trained), trained.rows.lengths, recipe, obstacle)
+    return choose_packing(mix_of(recipe, trained.rows_by_spec), trained.rows.lengths, recipe, obstacle)
 
 
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:

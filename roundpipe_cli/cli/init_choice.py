@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective, PackedName
+from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
 from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
@@ -24,8 +24,6 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, describe_memory, host_memory, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import DType, TrainingSettings
-from roundpipe_cli.data.columns import columns_text
-from roundpipe_cli.data.encodings import is_utf8
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, RoundpipeError
@@ -36,20 +34,12 @@ from roundpipe_cli.planning.question import HERE, ask, ask_again, hardware_of
 from roundpipe_cli.planning.solve import Change, best_precision, changed, remedies
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import summary_of
-from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, resolve_path
-from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Recipe, trained_kind
-from roundpipe_cli.recipe.strict_yaml import parse_scalar
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, resolve_path, values_as_yaml
+from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Recipe, plain_data, trained_kind
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import counted, either, format_bytes, format_count
 
-if TYPE_CHECKING:
-    from roundpipe_cli.train.run_length import RunLength
-
 # Questions on a terminal.
-
-
-def _check_model(answer: str, folder: Path) -> None:
-    find_architecture(answer, resolve_path(answer, folder))
 
 
 def _check_data(answer: str, folder: Path) -> None:
@@ -61,11 +51,6 @@ def _check_data(answer: str, folder: Path) -> None:
         raise RefusedError("this is neither a file or folder here nor the id of a hub dataset", found=answer)
     else:
         say(f"note: {answer} is not here: it is taken for the id of a hub dataset")
-
-
-def _check_hardware(answer: str, folder: Path) -> None:
-    if answer.lower() != HERE:
-        parse_hardware(answer)
 
 
 def _check_new(answer: str, folder: Path) -> None:
@@ -82,7 +67,7 @@ class Question:
     default: str
     explanation: str
     """The answer to `?`."""
-    check: Callable[[str, Path], None]
+    check: Callable[[str, Path], object]
     """Takes the answer and the recipe's folder; refuses what could not be used."""
 
 
@@ -93,7 +78,7 @@ QUESTIONS = (
         "Qwen/Qwen3-8B",
         "The model to train: a hub id such as Qwen/Qwen3-8B, a folder of safetensors, a .gguf file, or package:NAME. "
         "Its weights are not downloaded now. `roundpipe recipes ls` lists models with a recipe of their own.",
-        _check_model,
+        lambda answer, folder: find_architecture(answer, resolve_path(answer, folder)),
     ),
     Question(
         "data",
@@ -111,7 +96,7 @@ QUESTIONS = (
         HERE,
         "`here` is this machine. Another one is the number and name of its cards, then its memory: 1x4060ti-16gb, "
         "2x3090,host_memory_gib=64. The recipe's settings are chosen to fit it.",
-        _check_hardware,
+        lambda answer, _: answer.lower() == HERE or parse_hardware(answer),
     ),
 )
 
@@ -151,7 +136,7 @@ def ask_and_write(
         num_rows = rows.num_rows if rows is not None else None
         machine = None if hardware.lower() == HERE else hardware
         choice = choose_settings(answers["model"], machine, path, num_rows, method=method, objective=chosen)
-        choice = for_these_rows(choice, looked.spec, path)
+        choice = for_these_rows(choice, looked.spec)
         choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why]), *looked.reasons))
         for reason in choice.reasons:
             say(reason)
@@ -167,7 +152,7 @@ def ask_and_write(
     say(f"wrote {path}")
     if _is_local_file(data) and not named_path(data).exists():
         say(f"put your rows into {data}: a JSON object a line, with messages, or prompt and completion")
-    say(f"next: roundpipe {'finetune' if choice.is_here else 'plan'} {path}")
+    say(f"next: roundpipe {'finetune' if choice.plan.question.machine.is_here else 'plan'} {path}")
 
 
 def _agree_on_columns(looked: Looked, folder: Path) -> Looked:
@@ -176,14 +161,13 @@ def _agree_on_columns(looked: Looked, folder: Path) -> Looked:
         say(line)
     if typer.confirm(f"{looked.use}?", default=True, err=True):
         return replace(looked, is_guess=False)
-
-    def check(answer: str, folder: Path) -> None:
-        look_at_rows(looked.spec.path, folder, parse_columns(answer))
-
     usual = ",".join(f"{field}={name}" for field, name in looked.spec.columns.items())
     explanation = "Which column is what: prompt and completion, messages, or text, each as FIELD=COLUMN."
-    answer = _ask(Question("columns", "Columns", usual, explanation, check), folder)
-    return look_at_rows(looked.spec.path, folder, parse_columns(answer))
+
+    def again(answer: str, folder: Path) -> Looked:
+        return look_at_rows(looked.spec.path, folder, parse_columns(answer))
+
+    return again(_ask(Question("columns", "Columns", usual, explanation, again), folder), folder)
 
 
 # Settings: those of a plan, with its remedy where it needs one.
@@ -209,16 +193,7 @@ class Choice:
     recipe: Recipe
     """All values but the data's and the output's."""
     overrides: tuple[str, ...]
-    """`key=value` of the remedy that the recipe has."""
-    packed_as: PackedName | None
-    tokens_per_s: float
-    """As `plan` predicts the recipe."""
-    tokens_per_microbatch: int
-    """The value of `micro_batch_tokens: auto` on that machine."""
-    hardware: str | None
-    """For the recipe's key; None: the machine it runs on."""
-    machine: str
-    is_here: bool
+    """`key=value` of what else the recipe's text has: those of the remedy, for instance."""
     reasons: tuple[str, ...]
     plan: Plan
     """With rows that are full."""
@@ -289,6 +264,7 @@ def choose_settings(
     chosen, why_method = _method(architecture, machine, dtype, asked=method, objective=objective)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
     per_step, why_rows = _rows(length, len(machine.devices), num_rows)
+    pipeline = loaded.recipe.pipeline
     recipe = replace(
         loaded.recipe,
         method=chosen,
@@ -297,91 +273,87 @@ def choose_settings(
         dtype=dtype,
         max_seq_length=length,
         gradient_accumulation_steps=per_step,
+        pipeline=replace(pipeline, devices=("cpu", "cpu")) if by_processor else pipeline,
+        hardware=hardware if isinstance(hardware, str) else None,
     )
-    if by_processor:
-        recipe = replace(recipe, pipeline=replace(recipe.pipeline, devices=("cpu", "cpu")))
     plan, change, advice = _planned(replace(loaded, recipe=recipe), machine, keeps_method=method is not None)
-    question, settings = plan.question, plan.question.settings
-    given = question.given.recipe
-    workers, count, tokens = question.num_workers, settings.num_microbatches, int(settings.tokens_per_microbatch)
+    why_change = [f"{change.what}; without it: {advice[0]}."] if change is not None else []
+    kind = trained_kind(plan.question.given.recipe.method, objective)
+    rate = f"learning_rate {DEFAULT_LEARNING_RATES[kind]:g}: the default for {kind}"
+    reasons = (
+        *filter(None, [_about_machine(plan), why_method]),
+        *why_change,
+        *_about_plan(plan, why_rows, path),
+        *advice[1:],
+        *_about_devices(dtype, by_processor),
+        f"{rate}; without a line it follows the method.",
+    )
+    return Choice(plan.question.given.recipe, change.overrides if change is not None else (), reasons, plan)
+
+
+def _about_machine(plan: Plan) -> str:
+    machine, model = plan.question.machine, plan.question.architecture
     has = f"{format_bytes(machine.host_memory_bytes)} of host memory"
     memory = describe_memory(host_memory()) if machine.is_here else has
-    reasons = [
-        f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
-        f"{memory}.",
-        *filter(None, [why_method]),
-        *([f"{change.what}; without it: {advice[0]}."] if change is not None else []),
-        f"max_seq_length {given.max_seq_length}: longer rows are cut.",
-        f"{question.choices[0]}. "
-        f"gradient_accumulation_steps {per_step}: {why_rows}{counted(per_step, 'row')} a step, "
-        f"{counted(count, 'full microbatch')}{f', {count / workers:g} for each of {workers} workers' * (workers > 1)}.",
+    return f"{model.name}: {format_count(model.parameters)} parameters, on {machine.description} with {memory}."
+
+
+def _about_plan(plan: Plan, why_rows: str, path: Path) -> Iterator[str]:
+    question, verdict = plan.question, plan.verdict
+    recipe, workers, count = question.given.recipe, question.num_workers, question.settings.num_microbatches
+    yield f"max_seq_length {recipe.max_seq_length}: longer rows are cut."
+    per_step, each = recipe.gradient_accumulation_steps, f", {count / workers:g} for each of {workers} workers"
+    yield (
+        f"{question.choices[0]}. gradient_accumulation_steps {per_step}: {why_rows}{counted(per_step, 'row')} a step, "
+        f"{counted(count, 'full microbatch')}{each * (workers > 1)}."
+    )
+    yield (
         f"It {'fits' if summary_of(plan).word == 'FITS' else 'is SLOW'}: "
-        f"{format_bytes(plan.verdict.device.total_bytes)} of a worker's memory, "
-        f"{format_bytes(plan.verdict.host.total_bytes)} of host memory, {plan.tokens_per_s:,.0f} tokens/s by "
-        f"`roundpipe plan {path}`.",
-        *advice[1:],
-    ]
-    kind = trained_kind(given.method, objective)
-    rate = f"learning_rate {DEFAULT_LEARNING_RATES[kind]:g}: the default for {kind}"
-    reasons += [*_about_devices(dtype, by_processor), f"{rate}; without a line it follows the method."]
-    return Choice(
-        recipe=given,
-        overrides=change.overrides if change is not None else (),
-        packed_as=given.packed_as,
-        tokens_per_s=plan.tokens_per_s,
-        tokens_per_microbatch=tokens,
-        hardware=hardware if isinstance(hardware, str) else None,
-        machine=machine.description,
-        is_here=machine.is_here,
-        reasons=tuple(reasons),
-        plan=plan,
+        f"{format_bytes(verdict.device.total_bytes)} of a worker's memory, {format_bytes(verdict.host.total_bytes)} of "
+        f"host memory, {plan.tokens_per_s:,.0f} tokens/s by `roundpipe plan {path}`."
     )
 
 
-def for_these_rows(choice: Choice, data: DatasetSpec, path: Path) -> Choice:
+def for_these_rows(choice: Choice, data: DatasetSpec) -> Choice:
     """The choice with as many epochs as few rows need, and with what `finetune` would advise where workers wait."""
     from roundpipe_cli.train.prepare.steps import LEAST_UPDATES, enough_epochs
-    from roundpipe_cli.train.run_length import run_length, time_to_finish, waiting_of
+    from roundpipe_cli.train.run_length import forecast, rows_of_plan, run_length
 
-    written = load_text(recipe_text(choice, data, path), str(path)).recipe
-    folder, question, reasons = path.absolute().parent, choice.plan.question, list[str]()
-    decided = replace(question.loaded, folder=folder, recipe=replace(question.loaded.recipe, datasets=written.datasets))
+    entry = replace(choice.recipe.datasets[0], path=data.path, columns=data.columns, encoding=data.encoding)
 
-    def length_with(plan: Plan, **changes: Any) -> tuple[Plan, RunLength]:
-        recipe = replace(plan.question.loaded.recipe, datasets=written.datasets, **changes)
-        asked = replace(plan.question, loaded=replace(decided, recipe=recipe))
-        return (answer := replace(plan, question=asked)), run_length(answer)
+    def with_rows(plan: Plan, **changes: Any) -> Plan:
+        loaded = plan.question.loaded
+        loaded = replace(loaded, recipe=replace(loaded.recipe, datasets=(entry,), **changes))
+        return replace(plan, question=replace(plan.question, loaded=loaded))
 
-    plan, length = length_with(choice.plan)
-    found, recipe, overrides = waiting_of(plan, length), choice.recipe, choice.overrides
+    plan, recipe, overrides, reasons = with_rows(choice.plan), choice.recipe, choice.overrides, list(choice.reasons)
+    rows, question = rows_of_plan(plan), plan.question
+    found = forecast(plan, run_length(plan, rows)).waiting
     if found is not None and found.overrides:
         better = changed(replace(question.given, recipe=recipe), found.overrides)
         if better.recipe.rows_per_step == recipe.rows_per_step:  # else an epoch has fewer updates
-            plan, length = length_with(best_plan(ask_again(question, better))[1])
+            plan = with_rows(best_plan(ask_again(choice.plan.question, better))[1])
             recipe, overrides = better.recipe, (*overrides, *found.overrides)
             reasons.append(f"{' '.join(found.overrides)}: else {found.text}.")
         else:
             reasons.append(f"Faster, with fewer updates an epoch: {found.describe()}.")
-    changes: dict[str, Any] = {}
-    if recipe.packing == "auto" and length.is_packed and (length.steps or LEAST_UPDATES) < LEAST_UPDATES:
-        changes["packing"] = False
-    per_epoch = length_with(plan, **changes)[1].steps
-    if per_epoch is not None and per_epoch < LEAST_UPDATES:
-        changes["num_train_epochs"] = epochs = enough_epochs(per_epoch)
+    updates, changes = run_length(with_rows(plan, packing=False), rows).steps, dict[str, Any]()
+    if updates is not None and updates < LEAST_UPDATES:
+        changes["num_train_epochs"] = epochs = enough_epochs(updates)
         reasons.append(
-            f"num_train_epochs {epochs}: an epoch has {counted(per_epoch, 'update')}, and a run of fewer than "
+            f"num_train_epochs {epochs}: an epoch has {counted(updates, 'update')}, and a run of fewer than "
             f"{LEAST_UPDATES} hardly changes the answers; without the line it is 1."
         )
-        if length_with(plan, **changes)[1].is_packed:
-            changes["packing"] = False
-    if "packing" in changes:
+    length = run_length(with_rows(plan, **changes), rows)
+    if length.is_packed and (length.steps or 0) < LEAST_UPDATES * changes.get("num_train_epochs", 1):
+        changes["packing"] = False
         reasons.append("packing false: packed, an epoch would have fewer updates still.")
-    plan, length = length_with(plan, **changes)
+    plan = with_rows(plan, **changes)
+    length = run_length(plan, rows)
     if length.step is not None:
-        reasons.append(f"Time to finish: {time_to_finish(plan, length)}.")
+        reasons.append(f"Time to finish: {forecast(plan, length).text}.")
     overrides += tuple(f"{key}={str(value).lower()}" for key, value in changes.items())
-    recipe = replace(recipe, **changes)
-    return replace(choice, recipe=recipe, overrides=overrides, reasons=(*choice.reasons, *reasons))
+    return replace(choice, recipe=replace(recipe, **changes), overrides=overrides, reasons=tuple(reasons))
 
 
 def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tuple[Plan, Change | None, list[str]]:
@@ -464,42 +436,29 @@ def _rows(length: int, workers: int, num_rows: int | None) -> tuple[int, str]:
 
 def recipe_text(choice: Choice, data: DatasetSpec, path: Path) -> str:
     """The recipe: a header with the reasons, then the keys."""
-
-    def text(value: str) -> str:
-        plain = re.fullmatch(r"[A-Za-z0-9_./-]+(:[A-Za-z0-9_./-]+)?", value) and isinstance(parse_scalar(value), str)
-        return value if plain else "'" + value.replace("'", "''") + "'"
-
-    header = [f"# Written by `roundpipe init` for {choice.machine}.", "#"]
-    header.append(f"#   roundpipe finetune {shlex.quote(str(path))}")
-    header += ["#", *(line for reason in choice.reasons for line in textwrap.wrap(
-        reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
-    ))]  # fmt: skip
-    recipe = choice.recipe
-    keys = [f"model: {text(recipe.model)}", f"method: {recipe.method}"]
-    keys += [f"objective: {recipe.objective}"] if recipe.trains_pairs else []
-    keys += ["load_in_4bit: true"] if recipe.load_in_4bit else []
-    written = ("method", "load_in_4bit", "max_seq_length", "dtype", "gradient_accumulation_steps")
-    overrides = (override.partition("=") for override in choice.overrides)
-    sections: dict[str, list[str]] = {}
-    for key, _, value in overrides:
+    recipe, plain, values = choice.recipe, plain_data(choice.recipe), dict[str, Any]()
+    header = [f"# Written by `roundpipe init` for {choice.plan.question.machine.description}.", "#"]
+    header += [f"#   roundpipe finetune {shlex.quote(str(path))}", "#"]
+    for reason in choice.reasons:
+        header += textwrap.wrap(reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+    keys = {"objective": recipe.trains_pairs, "load_in_4bit": recipe.load_in_4bit}
+    usual = ("datasets", "max_seq_length", "gradient_accumulation_steps")
+    others = [override.partition("=")[0] for override in choice.overrides]
+    keys |= dict.fromkeys([*(key for key in others if key not in usual), *usual], True)
+    keys |= {"dtype": recipe.dtype != "bfloat16", "output_dir": True}
+    keys |= {"pipeline.devices": recipe.pipeline.devices != "auto", "hardware": recipe.hardware is not None}
+    for key in ("model", "method", *(key for key, is_written in keys.items() if is_written)):
         section, _, inner = key.partition(".")
-        if inner:
-            sections.setdefault(section, []).append(f"{inner}: {value}")
-        elif key not in written:
-            keys.append(f"{key}: {value}")
-    keys += [f"{section}: {{{', '.join(inner)}}}" for section, inner in sections.items()]
-    entry = [f"path: {text(data.path)}", *([columns_text(data.columns)] if data.columns else [])]
-    entry += [] if is_utf8(data.encoding) else [f"encoding: {data.encoding}"]
-    keys += ["", "datasets:", f"  - {{{', '.join(entry)}}}", "", f"max_seq_length: {recipe.max_seq_length}"]
-    keys += [f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}  # rows of a step"]
-    keys += [f"dtype: {recipe.dtype}"] if recipe.dtype != "bfloat16" else []
-    keys += ["", f"output_dir: outputs/{_file_stem(path.stem)}"]
-    if recipe.pipeline.devices != "auto":
-        keys += ["", f"pipeline: {{devices: [{', '.join(recipe.pipeline.devices)}]}}"]
-    if choice.hardware is not None:
-        why = "what `plan` assumes; `finetune` takes the machine it runs on"
-        keys += ["", f"hardware: {text(choice.hardware)}  # {why}"]
-    return "\n".join([*map(printable, header), "", *keys]) + "\n"
+        value = plain[section]
+        values[section] = {**values.get(section, {}), inner: value[inner]} if inner else value
+    entry = {"path": data.path, "columns": dict(data.columns), "encoding": data.encoding}
+    entry = {key: value for key, value in entry.items() if value not in ({}, DatasetSpec.encoding)}
+    values |= {"datasets": [entry], "output_dir": f"outputs/{_file_stem(path.stem)}"}
+    text = values_as_yaml(values, width=1 << 20)
+    text = re.sub(r"^(datasets|max_seq_length|output_dir|pipeline|hardware):", r"\n\g<0>", text, flags=re.MULTILINE)
+    text = re.sub(r"\ngradient_accumulation_steps: .*", r"\g<0>  # rows of a step", text)
+    text = re.sub(r"\nhardware: .*", r"\g<0>  # what `plan` assumes; `finetune` takes the machine it runs on", text)
+    return "\n".join([*map(printable, header), "", text])
 
 
 def _check_text(flag: str, value: str) -> None:

@@ -118,36 +118,36 @@ def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = No
     if (encoding := _encoding(sources)) is not None:
         spec = replace(spec, encoding=encoding)
         sources = find_sources(spec, folder, offline=True)
-    known, first = dict[bool, str](), None
-    unknown, num_empty = [source.name for source in sources[LOOKED_AT:]], 0
+    known, first, filled = dict[bool, str](), None, list[bool]()
+    unknown = [source.name for source in sources[LOOKED_AT:]]
     for source in sources[:LOOKED_AT]:
-        read = _first_rows(source)
+        rows: list[RawRow] | None = None
+        if source.file is not None:
+            with suppress(OSError, ValueError):  # another command says what is wrong
+                rows = next(in_chunks(source.rows()), [])
+                filled.append(bool(rows))
         try:
-            pairs = _are_pairs(source, read or [])
+            pairs = _are_pairs(source, rows or [])
         except UnknownColumnsError as error:
             if not error.likely:
                 raise
             return replace(look_at_rows(data, folder, error.likely), is_guess=True)
-        first = first or next((row.columns for row in read or () if row.fault is None), None)
-        if read is not None and not read:
-            num_empty += 1
-        elif pairs is None:
-            unknown.append(source.name)
-        else:
+        first = first or next((row.columns for row in rows or () if row.fault is None), None)
+        if pairs is not None:
             known.setdefault(pairs, source.name)
-    if sources and num_empty == len(sources):
+        elif rows is None:
+            unknown.append(source.name)
+    if sources and filled == [False] * len(sources):
         raise no_rows(sources)
     if len(known) == 2:
         what, found = "files with and without preference pairs", f"pairs in {known[True]}, none in {known[False]}"
         raise RefusedError(f"{what} cannot be trained together", where=data, found=found, hint="a recipe for each kind")
-    after = "`roundpipe data` shows what training sees of them"
-    if known:
-        files = f"{len(unknown)} of {len(sources)} files, such as {unknown[-1]}" if unknown else ""
-        said = f"Nothing is known of the rows of {files}: {after}." if unknown else ""
-        return Looked(spec, next(iter(known)), said, row=first)
-    what = f"the hub's {data}" if sources and sources[0].file is None else data
-    said = f"Nothing is known of the rows of {what}: {after}; preference pairs need `init --objective`."
-    return Looked(spec, unknown=said)
+    files = f"{len(unknown)} of {len(sources)} files, such as {unknown[-1]}" if unknown else ""
+    if not known:
+        files = f"the hub's {data}" if sources and sources[0].file is None else data
+    said = f"Nothing is known of the rows of {files}: `roundpipe data` shows what training sees of them"
+    said += "." if known else "; preference pairs need `init --objective`."
+    return Looked(spec, next(iter(known), None), said if files else "", row=first)
 
 
 def _encoding(sources: Sequence[Source]) -> str | None:
@@ -158,39 +158,28 @@ def _encoding(sources: Sequence[Source]) -> str | None:
     return next(filter(None, (guess_encoding(head_of(file)) for file in files)), None)
 
 
-def _first_rows(source: Source) -> list[RawRow] | None:
-    """None where they cannot be read, or not without a network."""
-    try:
-        return next(in_chunks(source.rows()), []) if source.file is not None else None
-    except (OSError, ValueError):  # another command says what is wrong
-        return None
-
-
 def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
     """Whether these first rows are preference pairs; None without rows.
 
     Raises:
         RefusedError: `data` would refuse them all.
     """
-    spec = source.spec
-    rows = [row for row in read if row.fault is None][:LOOKED_AT]
     faults = [replace(row.fault, where=source.where(row.number)) for row in read if row.fault is not None]
-    if faults and not rows:
-        raise RefusedError(**asdict(faults[0]))
-    if not rows:
-        return None
+    rows = [row for row in read if row.fault is None][:LOOKED_AT]
     columns, row_format = [row.columns for row in rows], None
-    with suppress(RefusedError):
-        row_format = decide_format(replace(spec, pairs=True), columns, source.name)
-    pairs = row_format is not None
-    row_format = row_format or decide_format(spec, columns, source.name)
-    for row in rows:
-        try:
-            own = row_format.fitted(row.columns)
-            opened = own.opened(row.columns)
-            own.unused(opened)
-            own.parse(opened)
-            return pairs
-        except BadRowError as error:
-            faults.append(replace(error.fault, where=source.where(row.number)))
-    raise RefusedError(**asdict(faults[0]))
+    if rows:
+        with suppress(RefusedError):
+            row_format = decide_format(replace(source.spec, pairs=True), columns, source.name)
+        row_format = row_format or decide_format(source.spec, columns, source.name)
+        for row in rows:
+            try:
+                own = row_format.fitted(row.columns)
+                opened = own.opened(row.columns)
+                own.unused(opened)
+                own.parse(opened)
+                return row_format.type == "preference"
+            except BadRowError as error:
+                faults.append(replace(error.fault, where=source.where(row.number)))
+    if faults:
+        raise RefusedError(**asdict(faults[0]))
+    return None

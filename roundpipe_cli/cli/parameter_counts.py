@@ -17,11 +17,12 @@ def build_counts(found: FoundConfig) -> Mapping[str, Any] | None:
     Raises:
         RefusedError: `finetune` would refuse the model with these words.
     """
-    from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, is_remembered
+    from roundpipe_cli.model.meta_counts import PROCESSOR_S, NotBuiltError, count_on_meta, is_remembered
 
     if not is_remembered(found.config):
         kind = found.config.get("model_type")
-        say(f"building the model ({kind}) without weights, to count its parameters: loads torch, takes seconds ...")
+        what = f"building the model ({kind}) without weights, to count its parameters: loads torch, takes seconds"
+        say(f"{what}, at most {PROCESSOR_S:g} of a processor ...")
     try:
         return count_on_meta(found.config, found.name, found.folder)
     except NotBuiltError as error:

@@ -38,7 +38,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     from roundpipe_cli.choices import PACKED_FORMATS
     from roundpipe_cli.costs.machine import NOT_USED, SLOW_NOTE
     from roundpipe_cli.planning.what_if import summary_of
-    from roundpipe_cli.train.run_length import run_length, time_to_finish
+    from roundpipe_cli.train.run_length import forecast, left_to_resume, run_length
 
     question, settings = answer.question, answer.question.settings
     summary = summary_of(answer)
@@ -57,13 +57,16 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         bubble += ", if it did fit"
     a_step = " to ".join(format_seconds(seconds) for seconds in answer.band.around(answer.step_s))
     least, most = answer.tokens_per_s_range
+    length = length or run_length(answer)
+    time, rest = forecast(answer, length), left_to_resume(answer, length)
     return [
         *lines,
         *_memory(answer),
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
         *([f"  of which        {answer.parts}"] if question.gpus else []),
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
-        f"  time to finish  {time_to_finish(answer, length or run_length(answer))}",
+        f"  time to finish  {time.text}",
+        *([] if rest is None else [_resume_line(*rest, time.step_s)]),
         *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith((SLOW_NOTE, NOT_USED))),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
@@ -77,6 +80,10 @@ def _launches(answer: Plan) -> str:
         return ""
     issued = format_seconds(answer.needs_s["launches"])
     return f"  launches bind   Python issues them in {issued}; microbatches of more tokens have fewer"
+
+
+def _resume_line(checkpoint: Path, num_steps: int, step_s: float) -> str:
+    return f"  --resume        {format_seconds(num_steps * step_s)} for {counted(num_steps, 'step')} from {checkpoint}"
 
 
 def _memory(answer: Plan) -> list[str]:
@@ -254,9 +261,9 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
     from roundpipe_cli.costs.cost import FILE_KEYS
     from roundpipe_cli.planning.fitting_recipe import fitting_recipe
     from roundpipe_cli.planning.what_if import summary_of
-    from roundpipe_cli.train.run_length import run_length
+    from roundpipe_cli.train.run_length import forecast, left_to_resume, run_length
 
-    verdict, summary = answer.verdict, summary_of(answer)
+    verdict, summary, length = answer.verdict, summary_of(answer), run_length(answer)
     document: dict[str, Any] = {
         "verdict": summary.word,
         "verdict_reasons": list(summary.reasons),
@@ -283,8 +290,11 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "tokens_per_s_range": list(answer.tokens_per_s_range),
             "range_rests_on": answer.band.why,
         },
-        "assumptions": _assumptions(answer, run_length(answer)),
+        "assumptions": _assumptions(answer, length),
     }
+    if (rest := left_to_resume(answer, length)) is not None:
+        seconds = rest[1] * forecast(answer, length).step_s
+        document["resume"] = {"checkpoint": str(rest[0]), "steps": rest[1], "seconds": seconds}
     if summary.word != "FITS":
         fitting = fitting_recipe(answer.question, found[-1] if found else None)
         document["remedies"] = [_change_document(change) for change in found]

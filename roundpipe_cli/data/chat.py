@@ -20,7 +20,6 @@ one day to the next.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -56,9 +55,6 @@ FORMS_BY_ARGUMENTS = tuple(
 """Forms of calls that have their arguments as objects, and as text."""
 TRACED_NAME = re.compile(r"(?:roundpipe_cli\.data\.traced\.)?\b(?:Safe)?Traced(Int|Float|List|Dict)?\b")
 REFUSED = "the chat template refuses this conversation"
-
-TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
-"""The date that templates get, which is the default of Llama 3's."""
 
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of tools, in the form that a chat template gets."""
@@ -228,7 +224,6 @@ class ChatTemplate:
 
         base: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")("")
         environment = traced_environment(base.environment, self._owners, self._plain)
-        environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
         try:
             return environment.from_string(self.text), environment.has_marks
         except TemplateSyntaxError as error:

@@ -20,7 +20,6 @@ import numpy as np
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import ROW_KINDS
-from roundpipe_cli.data.chat import TEMPLATE_DATE
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
@@ -29,6 +28,7 @@ from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shards
 from roundpipe_cli.data.sources import Source, find_sources, fingerprint, no_rows
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, same_rows
+from roundpipe_cli.data.traced import TEMPLATE_DATE
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say

@@ -11,6 +11,8 @@ missing from its field, which whoever reads the pieces notices.
 
 from __future__ import annotations
 
+import datetime
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,11 +329,16 @@ def found_in(value: object, found: list[Cover]) -> None:
             found_in(item, found)
 
 
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+"""The date that templates get, which is the default of Llama 3's."""
+
+
 def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
-    """transformers' environment for chat templates, whose templates keep the pieces of what they are given.
+    """transformers' environment for chat templates, whose templates keep the pieces of what they are given, and get a
+    fixed date.
 
     Args:
-        base: that environment.
+        base: that environment; None: its settings, where transformers is not to be loaded.
         owners: the message of each field; whoever renders fills it.
         plain: `id` of objects that hold no text of a message; whoever renders fills it.
     """
@@ -408,11 +415,15 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
         text = str(value)
         return SafeTraced(text, text._pieces) if isinstance(text, Traced) else Markup(text)
 
+    if base is None:
+        loops = "jinja2.ext.loopcontrols"
+        base = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loops])
+        base.filters["tojson"] = json.dumps
     extensions = [type(item) for item in base.extensions.values() if "generation" not in item.tags]
     environment = Environment(
         trim_blocks=base.trim_blocks, lstrip_blocks=base.lstrip_blocks, extensions=[*extensions, Marks]
     )
-    environment.globals.update(base.globals)
+    environment.globals |= {**base.globals, "strftime_now": TEMPLATE_DATE.strftime}
     environment.filters.update(base.filters)
     environment.filters |= {"tojson": to_json, "join": join, "safe": safe}
     environment.filters["format"] = lambda text, *args, **kwargs: percent(str(text), kwargs or args)

@@ -296,10 +296,6 @@ class AdaptivePlanner:
         case = self.case(num_microbatches * self._chunks)
         return make_schedule(self._pipeline.schedule, choose(self._pipeline.schedule, case, effort="quick"), case)
 
-    def expected_bubble(self, num_microbatches: int) -> float:
-        """Share of such a step after the profile in which workers wait, by the costs known so far."""
-        return bubble_ratio(simulate(self.expected(num_microbatches), self.costs, after_update=True))
-
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """The most recent schedules of full and short steps."""

@@ -147,6 +147,9 @@ def find_recipe(name: Path | str) -> tuple[Path, str | None]:
     refuse_rows(path, "a recipe")
     if path.is_file():
         return path, None
+    own = path / "recipe.yaml"
+    if own.is_file() and not (path / "config.json").exists():  # else it is a model
+        return own, f"{path} is the folder of a run: {own} is its recipe"
     if path.exists():
         raise RefusedError(f"{path} is not a recipe file", expected="a YAML file", hint=SEE_LIST)
     file = _shipped_file(path)

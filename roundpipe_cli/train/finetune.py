@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from roundpipe_cli.events import Notice, run_clock, tell_notices
+from roundpipe_cli.events import Notice, Tell, run_clock, tell_notices
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.head import loss_name
@@ -24,7 +24,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     named_checkpoint,
     no_checkpoint,
 )
-from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import (
     as_decided,
     check_more_is_possible,
@@ -41,9 +41,10 @@ from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from roundpipe_cli.train.nodes.agreement import setup_facts
 from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.preflight import begun_with
+from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.prepare.trainable import start_folder
-from roundpipe_cli.train.run_length import tell_length
+from roundpipe_cli.train.run_length import tell_forecast
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from roundpipe_cli.watchdog import watching
 
@@ -102,13 +103,7 @@ def run_finetune(
             tell_notices(tell, loaded.rate_note)
         with watching(recipe.watchdog_s):
             if checkpoint is not None:
-                revision = begun_with(checkpoint.meta, recipe, start.allow_changed)
-                if source is None or source.commit not in (None, revision):
-                    source = resolve_model(
-                        recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell
-                    )
-                if revision != recipe.revision and source.commit is not None:
-                    tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
+                source = _base_of(checkpoint, loaded, start, source, tell=tell)
             machines = Machines(nodes)
             setup = prepare(
                 loaded,
@@ -119,19 +114,12 @@ def run_finetune(
                 smallest=lambda tokens: -nodes.most([-tokens])[0],
                 elsewhere=partial(machines.share_out, recipe, tell),
             )
-            if asked is not None and checkpoint is None and nodes.is_first:
-                tell_length(asked, tell)
             if start.loss is not None:
                 setup.loss = start.loss
                 scored = ", which evaluations do not use: theirs is cross entropy" if setup.eval_rows else ""
                 tell(Notice(f"loss: {loss_name(start.loss)}, of this program{scored}"))
             nodes.check_same(lambda: setup_facts(setup))
-            if checkpoint is not None:
-                check_unchanged(checkpoint.meta, setup, start.allow_changed)
-                tell_notices(tell, describe_other_bits(checkpoint.meta, setup))
-            elif (folder := start_folder(loaded)) is not None:
-                same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
-                tell_notices(tell, same(folder, setup.source, allowed=start.allow_other_base))
+            _check_base(setup, checkpoint, loaded, start, tell=tell)
             trainer = Trainer(
                 setup, output_dir, signals, reporting, machines=machines, recorder=recorder, checkpoint=checkpoint
             )
@@ -141,5 +129,32 @@ def run_finetune(
                     check_more_is_possible(checkpoint, recipe, why)
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
                     return
+            if machines.is_only:
+                done = 0 if checkpoint is None else checkpoint.step
+                tell_forecast(asked, setup.recipe, trainer.sampler, trainer.num_steps - done, tell=tell)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
             trainer.run(start.lost_at)
+
+
+def _base_of(
+    checkpoint: Checkpoint, loaded: LoadedRecipe, start: Start, source: ModelSource | None, *, tell: Tell
+) -> ModelSource:
+    """The model's files of the revision with which a run began."""
+    recipe = loaded.recipe
+    revision = begun_with(checkpoint.meta, recipe, start.allow_changed)
+    if source is None or source.commit not in (None, revision):
+        folder, offline = loaded.folder, start.offline
+        source = resolve_model(recipe.model, revision=revision, recipe_folder=folder, offline=offline, tell=tell)
+    if revision != recipe.revision and source.commit is not None:
+        tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
+    return source
+
+
+def _check_base(setup: Setup, checkpoint: Checkpoint | None, loaded: LoadedRecipe, start: Start, *, tell: Tell) -> None:
+    """Refuse a run that continues as another one, or an adapter of another base model."""
+    if checkpoint is not None:
+        check_unchanged(checkpoint.meta, setup, start.allow_changed)
+        tell_notices(tell, describe_other_bits(checkpoint.meta, setup))
+    elif (folder := start_folder(loaded)) is not None:
+        same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
+        tell_notices(tell, same(folder, setup.source, allowed=start.allow_other_base))

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.engine.host_memory import UnusedHeap
 from roundpipe_cli.errors import StoppedError, redact_values
 from roundpipe_cli.events import (
@@ -25,7 +24,6 @@ from roundpipe_cli.events import (
     Tell,
     run_clock,
 )
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
@@ -54,22 +52,11 @@ from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.preference import pair_metrics
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.steps import find_waiting
 from roundpipe_cli.train.result.export import write_run_card
 from roundpipe_cli.train.result.report import RunLog, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import EXIT_CODES, Reporting, StopSignals
 from roundpipe_cli.train.step_runner import StepRunner
 from roundpipe_cli.units import shown_step
-
-
-def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampler) -> str | None:
-    """Words about workers that will wait since a step has few microbatches, and what gives them more."""
-    (step,) = sampler.steps_ahead(1)
-    workers = len(setup.devices)
-    bubble = planner.expected_bubble(len(step)) if workers > 1 else 0.0
-    found = find_waiting(setup.recipe, workers, len(step), bubble, num_sequences=sampler.num_sequences(0))
-    return None if found is None else found.describe()
-
 
 PAUSE_LOOK_S = 0.1
 TRACE_NAME = "trace.json"
@@ -113,8 +100,6 @@ class Trainer:
         self._learning_rate = rate_schedule_of(recipe, self.num_steps)
         self._say(*describe_schedule(self._learning_rate, recipe, self.num_steps))
         self.steps = StepRunner(setup, self.sampler.grouping, self._machines, self._tell)
-        if self._machines.is_only:
-            self._say(describe_waiting(setup, self.steps.planner, self.sampler))
 
     @property
     def recipe(self) -> Recipe:

@@ -136,10 +136,11 @@ def test_init_fits_the_machine_or_says_why_not(monkeypatch: pytest.MonkeyPatch) 
     assert "model=Qwen/Qwen3-1.7B load_in_" in str(refused.value), "with its speed"
     assert "recipes/qwen3/1.7b_lora_1x16gb.yaml load_in_" in str(refused.value)
     small = choose_settings("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
-    assert small.recipe.dtype == "float16" and small.tokens_per_microbatch < 8192
+    assert small.recipe.dtype == "float16" and small.plan.question.settings.tokens_per_microbatch < 8192
     assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).recipe.method == "full"
     eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
-    assert eight.recipe.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+    assert eight.recipe.rows_per_step == 64 and eight.recipe.hardware == "8x4090,host_memory_gib=128"
+    assert not eight.plan.question.hardware.is_here
 
 
 def test_init_writes_what_finetune_takes_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.data.chat import TEMPLATE_DATE, ChatTemplate, Rendered
+from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import without_thoughts
+from roundpipe_cli.data.traced import TEMPLATE_DATE, traced_environment
 from roundpipe_cli.library_names import library_name
 from tests.data.test_data_dataset import byte_tokenizer
 
@@ -196,6 +197,16 @@ def by_transformers(text: str, name: str, **more: Any) -> Any:
         return tokenizer.apply_chat_template(messages, tools=tools, chat_template=text, **more)
     except Exception:  # it takes the calls in another form only
         return None
+
+
+def test_a_template_has_the_same_settings_without_transformers() -> None:
+    """Lengths are estimated where transformers is not loaded."""
+    base = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")("").environment
+    ours, plain = traced_environment(base, [], set()), traced_environment(None, [], set())
+    for name in ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "newline_sequence", "autoescape"):
+        assert getattr(ours, name) == getattr(plain, name) == getattr(base, name), name
+    assert len(ours.extensions) == len(plain.extensions) == 2
+    assert ours.globals["strftime_now"]("%Y") == plain.globals["strftime_now"]("%Y") == str(TEMPLATE_DATE.year)
 
 
 ENDS: list[Any] = ["turn", "last", "all", "none"]

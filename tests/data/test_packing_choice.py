@@ -194,7 +194,7 @@ def test_tokens_of_short_rows_are_estimated_as_a_run_counts_them(name: str, tmp_
     planned = run_length(make_plan(loaded, "1x3090,host_memory_gib=64"))
     dataset = read_rows(loaded, tokenizer, True, lambda text: None)[0]
     sampler = rows_of_steps(loaded.recipe, dataset)
-    real = usual_step(sampler, dataset.rows.lengths, num_steps_of(loaded.recipe, sampler))
+    real = usual_step(sampler, num_steps_of(loaded.recipe, sampler))
     assert planned.step is not None and planned.steps == num_steps_of(loaded.recipe, sampler)
     assert planned.step.tokens == pytest.approx(real.tokens, rel=0.2)
     assert planned.step.num_microbatches == real.num_microbatches

@@ -177,6 +177,19 @@ def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
     assert hub.steps is None and "org/rows" in hub.why
 
 
+def test_an_interrupted_run_shows_what_is_left(recipe: Path) -> None:
+    answer = make_plan(load(recipe, "num_train_epochs=4"), "2x4090")
+    (recipe.parent / "out" / "step-00000005").mkdir(parents=True)
+    rest = plan_document(answer, None)["resume"]
+    assert rest["checkpoint"].endswith("out/step-00000005") and rest["steps"] == 12 - 5 and rest["seconds"] > 0
+    (line,) = [line for line in verdict_lines(answer) if line.startswith("  --resume")]
+    assert line.endswith(f" for 7 steps from {rest['checkpoint']}")
+    (recipe.parent / "out" / "step-00000012").mkdir()
+    assert "resume" not in plan_document(answer, None), "at its end"
+    (recipe.parent / "out" / "recipe.yaml").write_text(RECIPE)
+    assert load_recipe(recipe.parent / "out").recipe.max_seq_length == 512
+
+
 def test_picture_of_a_step(recipe: Path, tmp_path: Path) -> None:
     words = ("plan", str(recipe), "--hardware", "2x4090", "--check", "--svg")
     out, err = said(*words, str(tmp_path / "step.svg"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_short_rows_keep_several_workers_busy(tmp_path: Path, two_blocks: Path) 
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     said = " ".join(finetune(folder).expect(0).err.split())
     assert "a step has 4 microbatches for 3 workers, which will wait " in said
+    assert re.search(r"predicted: .* for 1 step \(40 rows an epoch\), each \d+ tokens in 4 microbatches", said)
     remedy = ["micro_batch_tokens=null", "micro_batch_size=1", "gradient_accumulation_steps=12"]
     assert f"{' '.join(remedy)} makes them wait less, with 12 rows a step in place of 8" in said
     again = finetune(folder, *remedy, "output_dir=again").expect(0)

@@ -88,7 +88,8 @@ def with_packing(
 ) -> Recipe:
     """The recipe with `packing` decided; `tell` gets the reason."""
     if recipe.packing == "auto":
-        choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
+        mix = mix_of(recipe, dataset.rows_by_spec)
+        choice = choose_packing(mix, dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
         tell(Notice(choice.describe()))
         recipe = replace(recipe, packing=choice.packs)
     if not recipe.packs:

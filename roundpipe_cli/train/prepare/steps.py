@@ -18,12 +18,7 @@ from roundpipe_cli.units import counted
 Lengths = npt.NDArray[np.int64]
 
 
-def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
-    """The rows of the recipe's epochs."""
-    return mix_of_counts(recipe, dataset.rows_by_spec)
-
-
-def mix_of_counts(recipe: Recipe, by_spec: Sequence[int]) -> RowMix:
+def mix_of(recipe: Recipe, by_spec: Sequence[int]) -> RowMix:
     """The rows of the recipe's epochs; `by_spec`: of each entry of its `datasets`."""
     return RowMix(by_spec, [entry.weight for entry in recipe.datasets], recipe.seed, recipe.shuffle)
 
@@ -43,7 +38,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: Tokenized
     """
     lengths = dataset.rows.lengths
     padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
-    return sampler_of(recipe, mix_of(recipe, dataset), lengths, padded)
+    return sampler_of(recipe, mix_of(recipe, dataset.rows_by_spec), lengths, padded)
 
 
 def sampler_of(recipe: Recipe, mix: RowMix, lengths: Lengths, padded: Lengths) -> BatchSampler:
@@ -70,17 +65,17 @@ class UsualStep:
     """Tokens to which they are padded."""
 
 
-def usual_step(sampler: BatchSampler, lengths: Lengths, num_steps: int) -> UsualStep:
-    """Means of a run of so many steps; `lengths` as of `grouping_of`."""
-    steps = sampler.steps_ahead(max(1, min(LOOKED_AHEAD, num_steps)))
+def usual_step(sampler: BatchSampler, num_steps: int) -> UsualStep:
+    """Means of a run of so many steps."""
+    assert sampler.grouping is not None
+    lengths, steps = sampler.grouping.lengths, sampler.steps_ahead(max(1, min(LOOKED_AHEAD, num_steps)))
     batches = [[int(lengths[list(rows)].sum()) for rows in batch] for step in steps for batch in step]
-    padded = sum(len(batch) * max(batch) for batch in batches)
     num_sequences = sum(map(len, batches))
     return UsualStep(
         tokens=sum(map(sum, batches)) / len(steps),
         num_microbatches=max(1, round(len(batches) / len(steps))),
         rows=num_sequences / len(batches),
-        length=max(1, round(padded / num_sequences)),
+        length=max(1, round(sum(len(batch) * max(batch) for batch in batches) / num_sequences)),
     )
 
 
@@ -121,21 +116,18 @@ def find_waiting(
     Args:
         num_sequences: of an epoch.
     """
-    enough = ENOUGH_PER_WORKER * num_workers
+    enough, by_tokens = ENOUGH_PER_WORKER * num_workers, recipe.token_budget is not None
     if num_workers == 1 or recipe.pipeline.num_chunks > 1 or count >= enough or bubble <= NAMED_BUBBLE:
         return None
-    size = max(1, recipe.rows_per_step // enough) if recipe.token_budget is not None else recipe.micro_batch_size
+    size = max(1, recipe.rows_per_step // enough) if by_tokens else recipe.micro_batch_size
     steps = max(enough, recipe.rows_per_step // size)
-    rows = size * steps
-    words = [f"gradient_accumulation_steps={steps}"]
-    if recipe.token_budget is not None:
-        words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
-    remedy = f"{' '.join(words)} makes them wait less"
-    if rows > recipe.rows_per_step:
-        remedy += f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
+    rows, few = size * steps, f"{counted(count, 'microbatch')} for {counted(num_workers, 'worker')}"
+    text = f"a step has {few}, which will wait {bubble:.0%} of the time (predicted)"
     if rows > num_sequences:
-        words, remedy = [], "the data have too few rows for more"
-    few = f"{counted(count, 'microbatch')} for {counted(num_workers, 'worker')}"
+        return WaitingRemedy(text, "the data have too few rows for more", ())
+    words = ["micro_batch_tokens=null", f"micro_batch_size={size}"] if by_tokens else []
+    words.append(f"gradient_accumulation_steps={steps}")
+    more = f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
     return WaitingRemedy(
-        f"a step has {few}, which will wait {bubble:.0%} of the time (predicted)", remedy, tuple(words)
+        text, f"{' '.join(words)} makes them wait less{more * (rows > recipe.rows_per_step)}", tuple(words)
     )
