@@ -43,6 +43,8 @@ class Findings:
         self.refused = set(refused)
         """Key paths that already have a problem, or depend on one: not looked at again."""
         self._found: list[tuple[int, Problem]] = []
+        self.notices: list[str] = []
+        """A line for each word that was read as another."""
 
     def add(
         self,
@@ -58,6 +60,9 @@ class Findings:
         written = f" (written {place.written})" if place.written else ""
         where = f"{place.origin}: {format_key(path)}{written}" if path else place.origin
         self._found.append((place.line, Problem(what, where, found, expected, hint)))
+
+    def note(self, path: KeyPath, text: str) -> None:
+        self.notices.append(f"{self.place(path).origin}: {text}")
 
     def add_problem(self, problem: Problem, line: int) -> None:
         """A problem that already names its place; `line` is for sorting."""
@@ -83,6 +88,7 @@ class Findings:
 
     def take(self, other: Findings) -> None:
         self._found += other._found
+        self.notices += other.notices
         self.refused |= other.refused
 
     @property

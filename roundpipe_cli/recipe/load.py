@@ -134,7 +134,7 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
 
     Expects texts that passed `refuse_bad_references`.
     """
-    texts = {path: text for path, text in _texts(data, ()) if "${" in text}
+    texts = {path: text for path, text in _leaves(data, (), (dict, list)) if isinstance(text, str) and "${" in text}
     if not texts:
         return data
     sizes: dict[KeyPath, _Size] = {}
@@ -163,14 +163,6 @@ def look_up(data: Any, path: KeyPath) -> Any:
 def _openings(text: str) -> list[int]:
     """Where a `${` begins that is not escaped by a backslash."""
     return [match.end() - 2 for match in _OPENING.finditer(text) if len(match[1]) % 2 == 0]
-
-
-def _texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    if isinstance(value, dict):
-        return [found for key, item in value.items() for found in _texts(item, (*path, key))]
-    if isinstance(value, list):
-        return [found for i, item in enumerate(value) for found in _texts(item, (*path, i))]
-    return [(path, value)] if isinstance(value, str) else []
 
 
 def _measure(
@@ -233,15 +225,13 @@ _LINE_OF_OVERRIDES = 10**8
 """Line number that sorts problems of overrides behind those of the file."""
 
 
-def translate_file(data: dict[str, Any], findings: Findings, notices: list[str]) -> None:
+def translate_file(data: dict[str, Any], findings: Findings) -> None:
     """Replace every alias in `data` (keys and values), each with a notice; the places move along."""
-    _translate_keys(data, data, (), findings, notices=notices)
-    _translate_values(data, (), findings, notices)
+    _translate_keys(data, data, (), findings)
+    _translate_values(data, (), findings)
 
 
-def apply_overrides(
-    data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
-) -> dict[str, Any]:
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str], findings: Findings) -> dict[str, Any]:
     """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
     for number, text in enumerate(_without_loose_equals(overrides, findings)):
         place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
@@ -254,7 +244,7 @@ def apply_overrides(
             for problem in error.problems:
                 findings.add_problem(problem, place.line)
             continue
-        for target, meant, shown in _writes_of(path, value, place, findings, notices=notices):
+        for target, meant, shown in _writes_of(path, value, place, findings):
             data = _written(data, target, meant, shown, findings=findings)
     return data
 
@@ -389,9 +379,7 @@ def _known_key(key: str) -> str | None:
     return near and near + key[len(first) :]
 
 
-def _translate_keys(
-    root: dict[str, Any], mapping: dict[str, Any], path: KeyPath, findings: Findings, *, notices: list[str]
-) -> None:
+def _translate_keys(root: dict[str, Any], mapping: dict[str, Any], path: KeyPath, findings: Findings) -> None:
     for key in list(mapping):
         here = (*path, key)
         name = dotted(here)
@@ -400,16 +388,16 @@ def _translate_keys(
             conversion = refusal_of(name, mapping[key])
         if conversion is not None:
             value = mapping.pop(key)
-            writes = _convert(here, value, conversion, findings, notices=notices)
+            writes = _convert(here, value, conversion, findings)
             for target, meant in writes.items():
                 is_same = len(writes) == 1 and meant is value
                 _move(root, here, tuple(target.split(".")), meant, findings=findings, plain=is_same)
     for key, value in mapping.items():
         if isinstance(value, dict):
-            _translate_keys(root, value, (*path, key), findings, notices=notices)
+            _translate_keys(root, value, (*path, key), findings)
 
 
-def _convert(path: KeyPath, value: Any, conversion: Rule, findings: Findings, *, notices: list[str]) -> Writes:
+def _convert(path: KeyPath, value: Any, conversion: Rule, findings: Findings) -> Writes:
     """The keys that an alias means, with its notice; none, with a finding, where its value has no counterpart."""
     alias = dotted(path)
     try:
@@ -419,13 +407,11 @@ def _convert(path: KeyPath, value: Any, conversion: Rule, findings: Findings, *,
         what = f"{alias} is no longer a key" if alias in REMOVED else what
         findings.add(path, what, found=shown_value(value), hint=str(error))
         return {}
-    origin = findings.place(path).origin
     if not writes:
-        notices.append(f"{origin}: {alias}: {shown_value(value)} changes nothing here and is left out")
+        findings.note(path, f"{alias}: {shown_value(value)} changes nothing here and is left out")
     else:
-        meant = " and ".join(writes)
         shown = alias if alias in ALIASES else f"{alias}: {shown_value(value)}"
-        notices.append(f"{origin}: {shown} is read as {meant}{NOTES.get(alias, '')}")
+        findings.note(path, f"{shown} is read as {' and '.join(writes)}{NOTES.get(alias, '')}")
     return writes
 
 
@@ -460,42 +446,41 @@ def _move(
     findings.places.setdefault(target, Place(place.origin, place.line, format_key(source)))
 
 
-def _translate_values(value: Any, path: KeyPath, findings: Findings, notices: list[str]) -> Any:
+def _translate_values(value: Any, path: KeyPath, findings: Findings) -> Any:
     """`value` with other trainers' spellings of values replaced."""
     known, meant = value_alias(dotted(path), value) if path else (False, value)
     if known:
-        notices.append(
-            f"{findings.place(path).origin}: {format_key(path)}: {shown_value(value)} is read as {shown_value(meant)}"
-        )
+        findings.note(path, f"{format_key(path)}: {shown_value(value)} is read as {shown_value(meant)}")
         return meant
     if isinstance(value, dict):
         for key in value:
-            value[key] = _translate_values(value[key], (*path, key), findings, notices)
+            value[key] = _translate_values(value[key], (*path, key), findings)
     elif isinstance(value, list):
-        value[:] = [_translate_values(item, (*path, i), findings, notices) for i, item in enumerate(value)]
+        value[:] = [_translate_values(item, (*path, i), findings) for i, item in enumerate(value)]
     return value
 
 
-def _writes_of(
-    path: KeyPath, value: Any, place: Place, findings: Findings, *, notices: list[str]
-) -> list[tuple[KeyPath, Any, Place]]:
+def _writes_of(path: KeyPath, value: Any, place: Place, findings: Findings) -> list[tuple[KeyPath, Any, Place]]:
     """The single values that one override stands for, after aliases; `lora={r: 4, rank: 8}` is read like a file."""
-    if any(isinstance(part, int) for part in path):
-        return [(path, _translate_values(value, path, Findings({path: place}), notices), place)]
-    for part in reversed(path):
-        value = {str(part): value}
     inner = Findings({(): place})
-    translate_file(value, inner, notices)
+    if any(isinstance(part, int) for part in path):
+        writes = [(path, _translate_values(value, path, inner), place)]
+    else:
+        for part in reversed(path):
+            value = {str(part): value}
+        translate_file(value, inner)
+        writes = [(leaf, meant, inner.place(leaf)) for leaf, meant in _leaves(value, ())]
     findings.take(inner)
-    return [(leaf, meant, inner.place(leaf)) for leaf, meant in _leaves(value, ())]
+    return writes
 
 
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if path and not (isinstance(value, dict) and value):
+def _leaves(value: Any, path: KeyPath, kinds: tuple[type, ...] = (dict,)) -> Iterator[tuple[KeyPath, Any]]:
+    """Every item that is of none of these kinds, or empty, with its path."""
+    if path and not (isinstance(value, kinds) and value):
         yield path, value
         return
-    for key, item in value.items():
-        yield from _leaves(item, (*path, key))
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, (*path, key), kinds)
 
 
 def _written(data: dict[str, Any], path: KeyPath, value: Any, place: Place, *, findings: Findings) -> dict[str, Any]:
@@ -599,9 +584,9 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     for line, problem in document.problems:
         findings.add_problem(problem, line)
     data: dict[str, Any] = document.data
-    translate_file(data, findings, notices)
+    translate_file(data, findings)
     data = refuse_bad_references(data, (), findings)
-    data = apply_overrides(data, overrides, findings, notices)
+    data = apply_overrides(data, overrides, findings)
     remove_unknown_keys(data, Recipe, findings)
     has_own_rate = "learning_rate" in data
     _fill_defaults(data, file.stem)
@@ -616,8 +601,8 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
         raise kind(findings.problems)
     assert isinstance(recipe, Recipe)
     if recipe.method == "full" and recipe.lora != LoraConfig():
-        notices.append("lora: not used, since method is full")
-    return LoadedRecipe(recipe, file, file.parent, tuple(notices), has_own_rate)
+        findings.notices.append("lora: not used, since method is full")
+    return LoadedRecipe(recipe, file, file.parent, (*notices, *findings.notices), has_own_rate)
 
 
 def resolve_path(text: str, folder: Path) -> Path | None:
