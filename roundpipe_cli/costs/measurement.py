@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import harmonic_mean
+from typing import Any
 
 from roundpipe_cli.cache import cache_folder, sealed, unsealed
 from roundpipe_cli.errors import RefusedError
@@ -102,7 +103,7 @@ class Measurement:
         alike = [worker for worker in self.workers if is_such(worker.device)]
         if not alike:
             return None
-        curves = {name: _mean_curves([getattr(one, name) for one in alike]) for name in CURVES}
+        curves: dict[str, Any] = {name: _mean_curves([getattr(one, name) for one in alike]) for name in CURVES}
         link_bytes_per_s = min(one.link_bytes_per_s for one in alike)
         memory_bytes = min(one.memory_bytes for one in alike)
         return replace(alike[0], link_bytes_per_s=link_bytes_per_s, memory_bytes=memory_bytes, **curves)
