@@ -88,14 +88,11 @@ def few_updates(recipe: Recipe, output_dir: Path, words: str) -> str | None:
     epochs = enough_epochs(round(per_epoch))
     if recipe.max_steps is not None or steps >= LEAST_UPDATES or epochs <= recipe.num_train_epochs:
         return None
-    longer, schedule = round(epochs * per_epoch), rate_schedule_of(recipe, round(epochs * per_epoch))
+    schedule = rate_schedule_of(recipe, longer := round(epochs * per_epoch))
     peak = max(range(steps, longer), key=schedule)
+    highest = f", at its highest, {schedule(peak):.2g}, at step {shown_step(peak)}"
     rates = f"at step {shown_step(steps)} it is {schedule(steps):.2g} again"
-    rates += (
-        f", at its highest, {schedule(peak):.2g}, at step {shown_step(peak)}"
-        if schedule(peak) > schedule(steps)
-        else ""
-    )
+    rates += highest * (schedule(peak) > schedule(steps))
     return (
         f"only {counted(steps, 'update')}, which hardly change the answers: "
         f"roundpipe finetune {words} num_train_epochs={epochs} --resume\n"

@@ -58,7 +58,10 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     a_step = " to ".join(format_seconds(seconds) for seconds in answer.band.around(answer.step_s))
     least, most = answer.tokens_per_s_range
     length = length or run_length(answer)
-    time, rest = forecast(answer, length), left_to_resume(answer, length)
+    time, rest = forecast(answer, length), []
+    if (found_rest := left_to_resume(answer, length)) is not None:
+        folder, left = found_rest
+        rest = [f"  --resume        {format_seconds(left * time.step_s)} for {counted(left, 'step')} from {folder}"]
     return [
         *lines,
         *_memory(answer),
@@ -66,7 +69,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         *([f"  of which        {answer.parts}"] if question.gpus else []),
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {time.text}",
-        *([] if rest is None else [_resume_line(*rest, time.step_s)]),
+        *rest,
         *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith((SLOW_NOTE, NOT_USED))),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
@@ -80,10 +83,6 @@ def _launches(answer: Plan) -> str:
         return ""
     issued = format_seconds(answer.needs_s["launches"])
     return f"  launches bind   Python issues them in {issued}; microbatches of more tokens have fewer"
-
-
-def _resume_line(checkpoint: Path, num_steps: int, step_s: float) -> str:
-    return f"  --resume        {format_seconds(num_steps * step_s)} for {counted(num_steps, 'step')} from {checkpoint}"
 
 
 def _memory(answer: Plan) -> list[str]:

@@ -42,7 +42,7 @@ from roundpipe_cli.train.nodes.agreement import setup_facts
 from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.setup import prepare
+from roundpipe_cli.train.prepare.setup import ask_here, prepare
 from roundpipe_cli.train.prepare.trainable import start_folder
 from roundpipe_cli.train.run_length import tell_forecast
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
@@ -130,8 +130,8 @@ def run_finetune(
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
                     return
             if machines.is_only:
-                done = 0 if checkpoint is None else checkpoint.step
-                tell_forecast(asked, setup.recipe, trainer.sampler, trainer.num_steps - done, tell=tell)
+                left = trainer.num_steps - (0 if checkpoint is None else checkpoint.step)
+                tell_forecast(partial(ask_here, loaded, asked), setup.recipe, trainer.sampler, left, tell=tell)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
             trainer.run(start.lost_at)
 

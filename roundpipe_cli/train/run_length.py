@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -223,13 +224,13 @@ def left_to_resume(answer: Plan, length: RunLength) -> tuple[Path, int] | None:
 
 
 def tell_forecast(
-    asked: PlanRequest | None, recipe: Recipe, sampler: BatchSampler, num_steps: int, *, tell: Tell
+    ask: Callable[[], PlanRequest], recipe: Recipe, sampler: BatchSampler, num_steps: int, *, tell: Tell
 ) -> None:
     """Say how long the last `num_steps` of a run will take, as `plan` does, by its rows, and how workers wait less."""
-    if asked is None or num_steps < 1:
+    if num_steps < 1:
         return
     with suppress(RefusedError, ResourceError):
-        plan = best_plan(replace(asked, answers=Answers()))[1]
+        plan = best_plan(replace(ask(), answers=Answers()))[1]
         sequences, step = sampler.num_sequences(0), usual_step(sampler, num_steps)
         why = f"{counted(sequences, 'packed sequence' if recipe.packs else 'row')} an epoch"
         length = RunLength(num_steps, why, recipe.packs, step=step, num_sequences=sequences)
