@@ -127,7 +127,7 @@ def test_quick_is_few_checks_on_all_cards_within_ten_minutes() -> None:
     modules = (environment, correctness, links, throughput)
     names = {module.__name__.rpartition(".")[2]: [one.name for one in module.checks(place)] for module in modules}
     assert {*names} == {*procedure.QUICK_LIMITS_S} and sum(procedure.QUICK_LIMITS_S.values()) == 600.0
-    assert len(names["correctness"]) == 8 and len(names["links"]) == 2
+    assert len(names["correctness"]) == 9 and len(names["links"]) == 2
     assert names["throughput"] == ["lora, streamed, on 2"]
     assert {"topology", "messages of the driver", "under load"} <= set(names["environment"])
     parser = argparse.ArgumentParser()
