@@ -108,18 +108,19 @@ def test_a_plan_says_whose_figures_it_takes_and_what_is_assumed_of_recurrent_blo
 
 @pytest.mark.parametrize("name", [*PLANNED[:5], *swept(sorted(RECIPES.keys() - set(PLANNED[:5])))])
 def test_no_plain_even_cut_is_faster(name: str) -> None:
-    """Of those that fit, in rounds and with a dealing that suit few microbatches or that `plan` chose."""
+    """Of those that fit, in rounds and with a dealing that suit few microbatches or that `plan` chose. Shapes of chunks
+    are chosen by clocks without transfers, of which the first and the last of a step differ."""
     plan = planned(name)
     question, own = plan.question, plan.cut
     num_layers, chosen_s = len(question.analytic.costs.layers), simulate_step(question, own).step_s
     faster, chunks = [], question.settings.sequence_chunks
-    shortest = -(-question.num_workers // chunks) * chunks
+    shortest, least_gain = -(-question.num_workers // chunks) * chunks, 1e-6 if chunks == 1 else 1e-4
     for blocks in ((1, 1), (2, 1), (3, 1), (2, 2)):
         stages = even_cut(num_layers, *blocks)
         for per_round in {shortest, own.microbatches_per_round}:
             for dealing in {None, own.dealing}:
                 cut = StageCut(*stages, per_round, dealing=dealing)
-                if judge(question, cut).fits and simulate_step(question, cut).step_s < chosen_s * (1 - 1e-6):
+                if judge(question, cut).fits and simulate_step(question, cut).step_s < chosen_s * (1 - least_gain):
                     faster.append(cut)
     assert not faster
 
