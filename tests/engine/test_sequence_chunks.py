@@ -369,12 +369,14 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path / "recipe.yaml", lora__dropout=0.0)
 
 
-def test_a_run_in_chunks_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    model, chunks = make_model(tmp_path / "model", "mistral", num_hidden_layers=2), "pipeline.sequence_chunks=3"
+@pytest.mark.parametrize("packing", ["packing=true", "packing=false"])
+def test_a_run_in_chunks_resumes_to_the_same_bits(tmp_path: Path, packing: str) -> None:
+    model = make_model(tmp_path / "model", "mistral", num_hidden_layers=2)
+    chunks = ("pipeline.sequence_chunks=3", packing)
     folder = make_workspace(tmp_path / "work", model, lora__dropout=0.0, val_set_size=2, **STAGES)
-    finetune(folder, chunks, "output_dir=whole", "max_steps=2").expect(0)
-    finetune(folder, chunks, "max_steps=1").expect(0)
-    finetune(folder, chunks, "max_steps=2", "--resume", "pipeline.devices=[cpu]").expect(0)
+    finetune(folder, *chunks, "output_dir=whole", "max_steps=2").expect(0)
+    finetune(folder, *chunks, "max_steps=1").expect(0)
+    finetune(folder, *chunks, "max_steps=2", "--resume", "pipeline.devices=[cpu]").expect(0)
     assert numbers(folder / "out") == numbers(folder / "whole")
 
 

@@ -138,7 +138,7 @@ CHANGED: dict[Any, list[str | tuple[str, ...]]] = {
         ("pipeline.backward_stages=[[2,3],[1,1],[0,0]]", *STAGES),
         ("pipeline.head_workers=2", "pipeline.weight_cache=0", "micro_batch_tokens=2048"),
         ("pipeline.dispatch=earliest_free", "pipeline.weight_cache=0"),
-        ("pipeline.sequence_chunks=4", "packing=false", "micro_batch_tokens=null"),
+        ("pipeline.sequence_chunks=4", "packing=true", "micro_batch_tokens=null"),
     ],
     loss_of: [
         *(("dpo.beta=0.2", DPO), ("dpo.label_smoothing=0.1", DPO), ("orpo.beta=0.2", ORPO), ("simpo.beta=3", SIMPO)),
