@@ -28,7 +28,7 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model.attention import try_other_ends
+from roundpipe_cli.model import attention
 from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.prepare.devices import make_backends
@@ -148,7 +148,8 @@ def planned_and_peak(form: Form) -> tuple[int, int, dict[str, int]]:
 def backends(masked: bool) -> Sequence[Backend]:
     """The card, as a run sets it up."""
     found = make_backends(["cuda:0"], 1)
-    assert masked or try_other_ends(["cuda:0"]) is None
+    attention._takes_other_ends = False
+    assert masked or attention.try_other_ends(["cuda:0"]) is None
     return found
 
 

@@ -299,7 +299,8 @@ def _told_apart(asked: dict[str, Any]) -> dict[str, Any]:
     numbers, shows = rows.numbers, asked["mask_function"]
 
     def shows_own(sequence: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        return shows(sequence, head, query, key) & (numbers[sequence, query] == numbers[sequence, key])
+        is_own: torch.Tensor = numbers[sequence, query] == numbers[sequence, key]
+        return is_own & shows(sequence, head, query, key)
 
     return {**asked, "mask_function": shows_own, "allow_is_causal_skip": False}
 
@@ -483,7 +484,7 @@ def try_other_ends(devices: Iterable[str]) -> str | None:
 
     def by_mask(rows: PackedRows, *tensors: torch.Tensor) -> torch.Tensor:
         attend = functional.scaled_dot_product_attention
-        return attend(*tensors, attn_mask=rows.mask(), enable_gqa=True).transpose(1, 2)  # type: ignore[misc]
+        return attend(*tensors, attn_mask=rows.mask(), enable_gqa=True).transpose(1, 2)  # type: ignore[arg-type]
 
     for device, rows in itertools.product(dict.fromkeys(devices), tried):
         expected = numbers(functools.partial(by_mask, rows), "cpu", torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.train.prepare.rows import describe_padded_to_chunks
+from scripts import memory_table
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
 from tests.support.schedules import dealt, validate_schedule
@@ -228,6 +230,22 @@ def test_chunks_on_cards_attend_without_masks(model_type: str, rows: Any, monkey
     found, simulation = case.simulated(0, cards=[Card(), Card()])
     assert is_equal(found, expected, 0.03) and len(starts - {0}) > 1
     assert simulation.machine.substituted >= {f"torch_attn._varlen_attn{way}.default" for way in ("", "_backward")}
+
+
+@pytest.mark.parametrize(("changes", "without"), [({"packed": True}, True), ({"masked": True}, False)])
+def test_the_allocators_peak_is_what_plan_counts(
+    changes: dict[str, Any], without: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: masks and repeated keys of chunks took 1.08 to 1.41 times what `plan` counted."""
+    monkeypatch.setattr(memory_table, "SEQUENCE_TOKENS", 512)
+    monkeypatch.setitem(memory_table.SIZES, "vocab_size", 2000)
+    for name, value in (("_least_capability", None), ("_takes_other_ends", False)):
+        monkeypatch.setattr(attention, name, value)
+    interval_s = sys.getswitchinterval()
+    planned, peak, _ = memory_table.planned_and_peak(memory_table.Form("llama", "lora", "chunks", 4, changes))
+    sys.setswitchinterval(interval_s)
+    assert attention.chunks_need_no_mask(torch.bfloat16) is without
+    assert memory_table.LEAST <= peak / planned <= memory_table.MOST
 
 
 @pytest.mark.parametrize(
