@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 from functools import partial
@@ -33,6 +34,7 @@ ADDED = {
     "finetune recipes/quickstart.yaml": ["model=model", *SHORT],
     "finetune first.yaml": SHORT,
     "finetune mine.yaml": [*SHORT, "method=lora"],  # what `init` chooses for a model that is not tiny
+    "score mine.yaml": SHORT,
     "generate": ["--max-new-tokens", "3", "--dtype", "float32", "--offline"],
 }
 """Beginning of a command -> words behind it, so that it takes seconds."""
@@ -56,6 +58,7 @@ def with_even_cuts() -> None:
 def test_the_commands_of_a_page_run_in_its_order(page: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "model", num_hidden_layers=2)
     (tmp_path / "rows.jsonl").write_text(indented_block(README, '{"messages"').replace("...", "it") * 5)
+    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "held-out.jsonl")
     recipe = indented_block(README, "model: package").split("\n\n")[0] + "\n"
     recipe, count = re.subn(r"^model: .*", "model: model", recipe)
     assert count == 1

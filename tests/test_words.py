@@ -95,7 +95,17 @@ def test_a_restart_keeps_every_word(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert started[3:8] == ["finetune", "--restarts", "2", "--restarts=1", "--"], "behind -- no word is an option"
 
 
-LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")
+LONG_COMMANDS = (
+    "finetune a",
+    "plan a",
+    "bench a",
+    "bench --costs a",
+    "data a",
+    "doctor",
+    "generate a b",
+    "export a",
+    "score a b",
+)
 """What may take long to answer."""
 
 
@@ -216,6 +226,7 @@ RUN_ELSEWHERE = {
     "roundpipe data": "tests/data/test_data_command.py",
     "roundpipe export": "tests/train/test_export.py",
     "roundpipe generate": "tests/test_release.py",
+    "roundpipe score": "tests/train/test_score.py",
     "roundpipe init": "tests/cli/test_init_doctor.py",
     "roundpipe doctor": "tests/cli/test_init_doctor.py",
     "roundpipe convert": "tests/recipe/test_convert.py",

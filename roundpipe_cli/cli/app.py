@@ -116,6 +116,7 @@ COMMANDS = {
     "doctor": "Check this machine: driver, torch, GPUs, memory, disk.",
     "convert": "Turn a file of axolotl, LLaMA-Factory, TRL or Unsloth into a recipe.",
     "export": "Write the result of a run as a folder for other programs.",
+    "score": "Loss of each row, and what the model found probable.",
     "generate": "Answer a prompt with the result of a run.",
 }
 """Texts of `roundpipe --help` for each command."""

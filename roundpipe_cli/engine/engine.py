@@ -281,7 +281,7 @@ class Engine:
         gradients: GradientOptions,
         scoring: bool = False,
         adapters: bool = True,
-        greedy: bool = False,
+        top_k: int = 0,
     ) -> StepContext:
         """The context of a pass over these microbatches; one that scores makes no gradients."""
         progress, options, folds = Progress(), self._options, dict[int, GradientFold]()
@@ -309,7 +309,7 @@ class Engine:
             gradients=StepGradients(folds, self._trained.late, gradients),
             scoring=scoring,
             adapters=adapters,
-            greedy=greedy,
+            top_k=top_k,
         )
 
     def score(
@@ -320,7 +320,7 @@ class Engine:
         step: int,
         adapters: bool = True,
         version: int | None = None,
-        greedy: bool = False,
+        top_k: int = 0,
     ) -> list[HeadScores]:
         """Losses and log-probabilities of the target tokens of each microbatch, without dropout, gradients or backward.
 
@@ -330,7 +330,7 @@ class Engine:
             step: for error messages.
             adapters: False leaves the adapters out: the base model's.
             version: of the weights; None: the newest.
-            greedy: also tell the most probable token at each target's place.
+            top_k: also tell so many of the most probable tokens at each target's place.
 
         Raises:
             as `run_step`.
@@ -347,7 +347,7 @@ class Engine:
             gradients=GradientOptions(),
             scoring=True,
             adapters=adapters,
-            greedy=greedy,
+            top_k=top_k,
         )
         self._compute(context)
         scores = [state.scores for state in context.microbatches]

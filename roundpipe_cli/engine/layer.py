@@ -389,7 +389,7 @@ class LayerRunner:
                 hidden,
                 self._targets(state),
                 chunk_tokens=context.loss.chunk_tokens,
-                greedy=context.greedy,
+                top_k=context.top_k,
             )
         state.scores = map_tensors(scores, lambda one: self.backend.send(one)[0])  # complete when the pass is done
         state.prologue = None  # nothing reads it again

@@ -204,8 +204,8 @@ class StepContext:
     """A pass without backward, dropout or gradients."""
     adapters: bool = True
     """False: only the base model computes, without adapters."""
-    greedy: bool = False
-    """In such a pass: also return the most probable token at each target's place."""
+    top_k: int = 0
+    """In such a pass: how many of the most probable tokens at each target's place are returned."""
 
     @property
     def program(self) -> Program:

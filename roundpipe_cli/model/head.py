@@ -157,8 +157,12 @@ class HeadScores:
     """float32 [N]: of each target token."""
     sequence_sums: torch.Tensor
     """float64 [B]: of each sequence's target tokens."""
-    best_ids: torch.Tensor | None
-    """int64 [N]: the most probable token at each target's place, if asked for."""
+    top_ids: torch.Tensor | None = None
+    """int32 [N, K]: the most probable tokens at each target's place, the first one first, if asked for."""
+    top_log_probabilities: torch.Tensor | None = None
+    """float32 [N, K]: of these tokens."""
+    mass_left: torch.Tensor | None = None
+    """float32 [N]: probability of all other tokens."""
 
 
 Values = TypeVar("Values", Preference, HeadScores)
@@ -171,14 +175,14 @@ def map_tensors(values: Values, move: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def score_head(
-    logits_of: Logits, hidden: torch.Tensor, targets: HeadTargets, *, chunk_tokens: int, greedy: bool
+    logits_of: Logits, hidden: torch.Tensor, targets: HeadTargets, *, chunk_tokens: int, top_k: int = 0
 ) -> HeadScores:
-    """Forward of the head alone, in the chunks of `run_head`; arguments as there. `greedy`: with the most probable
-    tokens."""
+    """Forward of the head alone, in the chunks of `run_head`; arguments as there. `top_k`: with so many of the most
+    probable tokens."""
     rows = hidden.flatten(0, 1)[targets.indices]
     loss_sum = torch.zeros((), dtype=torch.float64, device=rows.device)
     every = torch.empty(rows.shape[0], device=rows.device)
-    best_ids = torch.empty_like(targets.ids) if greedy else None
+    top = []
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         with torch.no_grad():
@@ -186,11 +190,21 @@ def score_head(
             picked = log_probabilities.gather(1, targets.ids[part, None])
         loss_sum += -picked.double().sum()
         every[part] = picked[:, 0]
-        if best_ids is not None:
-            best_ids[part] = log_probabilities.argmax(dim=-1)
-    return HeadScores(
-        loss_sum, every, sequence_sums(every, targets.indices, (hidden.shape[0], hidden.shape[1])), best_ids
-    )
+        if top_k:
+            top.append(_take_top(log_probabilities, top_k))
+    sums = sequence_sums(every, targets.indices, (hidden.shape[0], hidden.shape[1]))
+    return HeadScores(loss_sum, every, sums, *map(torch.cat, zip(*top, strict=True)))
+
+
+def _take_top(log_probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `HeadScores` of a chunk's most probable tokens, of equal ones the first where one is asked for;
+    `log_probabilities` [N, V] are written over."""
+    if top_k == 1:
+        values, ids = log_probabilities.max(dim=-1, keepdim=True)
+    else:
+        values, ids = log_probabilities.topk(min(top_k, log_probabilities.shape[1]), dim=-1)
+    others = log_probabilities.scatter_(1, ids, -torch.inf).exp_()
+    return ids.int(), values, others.sum(dim=-1)
 
 
 def run_head(
@@ -218,7 +232,7 @@ def run_head(
     rows = flat[indices]
     result, token_factors = HeadResult(0.0, None), None
     if preference is not None:
-        scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens, greedy=False)
+        scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens)
         shape = hidden.shape[0], hidden.shape[1]
         pair_sum, token_factors, result.reward_sums = pair_loss(scores.log_probabilities, indices, shape, preference)
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.preference import score_pairs
 from roundpipe_cli.train.prepare.base_files import end_tokens
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.prepare.steps import grouping_of
+from roundpipe_cli.train.prepare.steps import grouped_in_windows
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.scoring import InterruptedScoring, Scorer
 
@@ -152,8 +153,8 @@ class Evaluator:
             return score_pairs(self._setup, self._scorer, done)
         pad = pad_token_id(self._setup.tokenizer)
         lengths = np.array([len(row.input_ids) for row in rows])
-        batches = grouping_of(self._setup.recipe, lengths).group([(index,) for index in range(len(rows))])
-        microbatches = [collate_rows([rows[index] for (index,) in batch], pad) for batch in batches]
+        batches = chain.from_iterable(grouped_in_windows(self._setup.recipe, lengths))
+        microbatches = (collate_rows([rows[index] for (index,) in batch], pad) for batch in batches)
         loss_sum, tokens = 0.0, 0
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)
@@ -276,9 +277,9 @@ def greedy_answers(
             break
         microbatches = [_last_token(texts[index]) for index in open_texts]
         still_open = []
-        for index, scores in zip(open_texts, scorer.scores(microbatches, step=step, greedy=True), strict=True):
-            assert scores.best_ids is not None
-            token = int(scores.best_ids[0])
+        for index, scores in zip(open_texts, scorer.scores(microbatches, step=step, top_k=1), strict=True):
+            assert scores.top_ids is not None
+            token = int(scores.top_ids[0, 0])
             texts[index].append(token)
             if token not in end_ids:
                 still_open.append(index)

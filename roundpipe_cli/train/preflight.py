@@ -35,10 +35,10 @@ def as_restarted(loaded: LoadedRecipe, start: Start) -> tuple[LoadedRecipe, Star
     return replace(loaded, recipe=replace(recipe, resume_from_checkpoint="auto")), replace(start, resume=True)
 
 
-def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
-    """Check that model and datasets exist, see `check_base`."""
+def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSource | None = None) -> ModelSource:
+    """Check that model and datasets exist, see `check_base`; `source`: the model, where it was found before."""
     recipe = loaded.recipe
-    source = check_base(loaded, start, tell)
+    source = source or check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
         find_sources(spec_of(dataset), loaded.folder, start.offline)
     return source

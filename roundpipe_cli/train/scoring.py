@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.engine import Engine
@@ -14,6 +16,8 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
+from roundpipe_cli.schedule.program import lower
+from roundpipe_cli.schedule.simulate import simulated_ends
 from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.units import counted
 
@@ -46,7 +50,7 @@ class Scorer:
         self._schedules: dict[tuple[tuple[StageRange, ...], int, int], Schedule] = {}
 
     def scores(
-        self, microbatches: Sequence[Microbatch], *, step: int, reference: bool = False, greedy: bool = False
+        self, microbatches: Iterable[Microbatch], *, step: int, reference: bool = False, top_k: int = 0
     ) -> Iterator[HeadScores]:
         """Scores of each microbatch, in order; see `Engine.score`.
 
@@ -66,15 +70,23 @@ class Scorer:
                 step=step,
                 adapters=kept or not reference,
                 version=REFERENCE if kept else None,
-                greedy=greedy,
+                top_k=top_k,
             )
 
-        for start in range(0, len(microbatches), size):
+        waiting = iter(microbatches)
+        while part := list(islice(waiting, size)):
             if self._stopping():
                 raise InterruptedScoring
-            run = partial(score, microbatches[start : start + size])
+            run = partial(score, part)
             at = f"a pass without training, after {counted(step, 'step')}"
             yield from run() if self._lost is None else self._lost.again(run, at)
+
+    def planned_s(self, num_microbatches: int) -> float:
+        """Seconds that so many microbatches take, by what is known of the layers' times."""
+        count = min(num_microbatches, SCORED_PER_WORKER * self._engine.num_workers)
+        layers = (replace(one, forward_s=one.forward_s or one.backward_s / 2) for one in self._planner.costs.layers)
+        costs = replace(self._planner.costs, layers=tuple(layers))  # a head may be timed backward alone
+        return simulated_ends(lower(self._schedule(count), costs), costs).makespan_s * num_microbatches / count
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         step = self._planner.schedule(self._step_microbatches)

@@ -60,7 +60,7 @@ def test_losses_of_16_bit_logits_are_not_rounded(dtype: torch.dtype) -> None:
         return (rows @ weight.t()).to(dtype)
 
     exact = logits(hidden[0], 0).double().log_softmax(-1).gather(1, targets.ids[:, None])[:, 0]
-    found = score_head(logits, hidden, targets, chunk_tokens=4, greedy=False)
+    found = score_head(logits, hidden, targets, chunk_tokens=4)
     torch.testing.assert_close(found.log_probabilities.double(), exact, rtol=1e-6, atol=1e-6)
     assert float(found.loss_sum) == pytest.approx(-float(exact.sum()), rel=1e-6)
     for in_place in (False, True):

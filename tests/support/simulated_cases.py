@@ -177,7 +177,7 @@ def evaluate(engine: Engine, rig: Rig, case: Case) -> Bits:
     stages = [(0, 1), (2, rig.num_layers - 1)]
     schedule = build_forward(stages, num_workers=2, num_microbatches=len(case.microbatches))
     for adapters in (True, False):
-        for scores in engine.score(case.microbatches, schedule, step=0, adapters=adapters, greedy=True):
+        for scores in engine.score(case.microbatches, schedule, step=0, adapters=adapters, top_k=3):
             bits += [value.clone() for value in vars(scores).values() if isinstance(value, torch.Tensor)]
     return bits
 

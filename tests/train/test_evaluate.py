@@ -73,14 +73,14 @@ def evaluations(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def plain_scores(plain: torch.nn.Module, microbatch: Microbatch) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Loss sum, log-probabilities of the targets and most probable tokens, by plain PyTorch."""
+    """Loss sum, log-probabilities of the targets, and of every token there in float64, by plain PyTorch."""
     with torch.no_grad():
         logits = plain.eval()(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1].float()
     labels = microbatch.labels[:, 1:]
     wanted = labels != -100
     picked = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][wanted]
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    return float(loss), picked, logits.argmax(-1)[wanted]
+    return float(loss), picked, torch.log_softmax(logits.double(), -1)[wanted]
 
 
 def score(rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, cut: int = 2, **options: Any) -> list[Any]:
@@ -92,6 +92,7 @@ def score(rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, cut: i
         return engine.score(microbatches, schedule, step=0, **options)
 
 
+@pytest.mark.parametrize("top_k", [1, 7])
 @pytest.mark.parametrize(
     ("model_type", "method", "changes"),
     [
@@ -101,15 +102,18 @@ def score(rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, cut: i
         ("gemma2", "full", {}),
     ],
 )
-def test_scores_are_those_of_plain_pytorch(model_type: str, method: str, changes: dict[str, Any]) -> None:
+def test_scores_are_those_of_plain_pytorch(model_type: str, method: str, changes: dict[str, Any], top_k: int) -> None:
     """Dropout is on in training and must not be felt here."""
     rig = make_rig(model_type, method, **changes)
     microbatches = random_microbatches(SIZES)
-    for microbatch, scores in zip(microbatches, score(rig, microbatches, greedy=True), strict=True):
-        loss, picked, best = plain_scores(rig.plain, microbatch)
+    for microbatch, scores in zip(microbatches, score(rig, microbatches, top_k=top_k), strict=True):
+        loss, picked, every = plain_scores(rig.plain, microbatch)
         assert scores.loss_sum == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(scores.log_probabilities, picked, rtol=1e-5, atol=1e-5)
-        assert torch.equal(scores.best_ids, best)
+        values, ids = every.topk(top_k)
+        assert torch.equal(scores.top_ids.long(), ids)
+        torch.testing.assert_close(scores.top_log_probabilities.double(), values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores.mass_left.double(), 1 - values.exp().sum(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_scores_have_the_same_bits_for_any_workers_and_stages() -> None:

@@ -175,6 +175,7 @@ def prepare(
     tell: Tell,
     source: ModelSource | None = None,
     asked: PlanRequest | None = None,
+    trains: bool = True,
     smallest: Callable[[int], int] = lambda tokens: tokens,
     elsewhere: Callable[[Sequence[LayerLayout]], Collection[int]] = lambda layouts: (),
 ) -> Setup:
@@ -183,6 +184,7 @@ def prepare(
     Args:
         source: the base model's files, where they were found before.
         asked: see `ask_here`.
+        trains: False: the rows are only scored, however few there are.
         smallest: of the numbers of all machines of the run.
         elsewhere: says which layers' masters another process keeps.
 
@@ -219,8 +221,8 @@ def prepare(
     trained = [rows for rows in (dataset.rows, rejected) if rows is not None]
     refuse_unknown_ids(model, tokenizer, trained, evaluation)
     recipe = with_packing(recipe, model, split, dataset, tell=tell)
-    sampler = rows_of_steps(recipe, dataset, rejected)  # report too few rows before the weights are loaded
-    if recipe.lr_scheduler_kwargs:
+    sampler = rows_of_steps(recipe, dataset, rejected) if trains else None  # too few rows are reported now
+    if recipe.lr_scheduler_kwargs and sampler is not None:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     put_into, build = _making_trainable(recipe, source, start, new)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.batching import BatchSampler, Grouping
+from roundpipe_cli.data.batching import BatchSampler, Grouping, RowBatch
 from roundpipe_cli.data.tokenized import Packer, RowMix, TokenizedDataset, TokenizedRows
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.planning.token_budget import MIN_MICROBATCHES
@@ -28,6 +28,20 @@ def grouping_of(recipe: Recipe, lengths: Lengths) -> Grouping:
     num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
     tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
     return Grouping(lengths, num_rows, tokens, least)
+
+
+WINDOW_TOKENS = 1 << 14
+"""Tokens of a window of rows, about."""
+
+
+def grouped_in_windows(recipe: Recipe, lengths: Lengths) -> list[list[RowBatch]]:
+    """The microbatches of rows that are gone through once in their order: windows of consecutive rows, in each of which
+    rows of similar length are together. `lengths`: as of `grouping_of`."""
+    grouping, starts = grouping_of(recipe, lengths), np.cumsum(lengths) - lengths
+    least = max(WINDOW_TOKENS, MIN_MICROBATCHES * recipe.rows_per_microbatch * recipe.max_seq_length)
+    firsts = np.flatnonzero(np.diff(starts // least))
+    windows = np.split(np.arange(len(lengths)), firsts + 1)
+    return [grouping.group([(index,) for index in window.tolist()]) for window in windows]
 
 
 def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:

@@ -1,0 +1,151 @@
+"""`roundpipe score`: the loss of each row of a dataset, and the most probable tokens, by the engine's forward."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundpipe_cli import torchrun
+from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data, say_json
+from roundpipe_cli.errors import OutputInUseError, RefusedError, ResourceError
+from roundpipe_cli.events import tell_notices
+from roundpipe_cli.regular_files import named_path
+from roundpipe_cli.units import counted, format_loss
+
+if TYPE_CHECKING:
+    from roundpipe_cli.model.files.source import ModelSource
+    from roundpipe_cli.planning.question import PlanRequest
+    from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+def score(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|RESULT", help="Also a model, or a checkpoint's folder.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Rows: a file, glob, folder or hub dataset.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="To write, or to continue in.")] = None,
+    per_token: Annotated[bool, typer.Option("--per-token", help="Also each target's log-probability.")] = False,
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="N", min=0, max=1024, help="Also the N most probable tokens there.")
+    ] = 0,
+    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Score rows as the recipe reads them: one forward, with the weights as the run has them, and no backward.
+
+    A call that ended early is continued by the same command. Without --to: OUTPUT_DIR/scores-DATA, of a recipe
+    OUTPUT_DIR-base/scores-DATA.
+
+    Example: roundpipe score outputs/quickstart recipes/quickstart.jsonl
+    """
+    say(f"reading {target} ...")
+    from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.train.signals import StopSignals
+
+    with StopSignals(": the same command continues behind the rows that are written"), contextlib.ExitStack() as stack:
+        opened = opened_target(target, overrides or (), base, data=data, offline=offline)
+        loaded, source, asked, folder_of = stack.enter_context(opened)
+        from roundpipe_cli.train.checkpoint.output_dir import OutputDir
+        from roundpipe_cli.train.score import ScoreFolder, prepare_to_score
+        from roundpipe_cli.watchdog import watching
+
+        name = re.sub(r"\W+", "-", Path(data).stem).strip("-") or "rows"
+        folder, tell = named_path(to or folder_of(f"scores-{name}")), LinePrinter(1)
+        loaded = replace(loaded, recipe=replace(loaded.recipe, output_dir=str(folder)))  # of weights on disk
+        try:
+            with watching(loaded.recipe.watchdog_s), OutputDir(folder):
+                setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
+                found = ScoreFolder(folder, setup, top_k if top_k or per_token else None).fill(tell)
+        except (OutputInUseError, RefusedError, ResourceError) as error:  # whose advice is for a run
+            again = ("run again with --resume", "run the same command again")
+            hints = [one.hint and one.hint.replace(*again).replace("output_dir=", "--to") for one in error.problems]
+            error.problems = tuple(map(lambda one, hint: replace(one, hint=hint), error.problems, hints))
+            raise
+    if json_:
+        say_json({"folder": str(folder), **found}, indent=None)
+        return
+    of = f"{counted(found['tokens'], 'token')} of {counted(found['rows'], 'row')}"
+    say_data(f"loss {format_loss(found['loss'])}  perplexity {found['perplexity']:.4g}  {of}")
+    say_data(str(folder))
+
+
+@contextlib.contextmanager
+def opened_target(
+    target: str, overrides: Sequence[str], base: str | None, *, data: str, offline: bool
+) -> Iterator[tuple[LoadedRecipe, ModelSource, PlanRequest | None, Callable[[str], Path]]]:
+    """The recipe that computes what `target` names, its model with all of its files, the planner's question, and the
+    folder for something of a name.
+
+    Args:
+        target: a recipe, a model, or the folder of a result or a checkpoint.
+        base: as of `opened_result`.
+        data: the only rows.
+
+    Raises:
+        RefusedError: there is no such thing, or torchrun started several processes.
+    """
+    from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.cli.training import ask_on_cards_worth_using, check_environment
+    from roundpipe_cli.recipe.load import load_recipe, load_recipe_or_model
+    from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
+    from roundpipe_cli.train.signals import Start
+
+    if (count := torchrun.this_process().count) > 1:
+        raise RefusedError("scores: not with several machines", found=f"{count} processes", hint="leave torchrun out")
+    if offline:
+        go_offline()
+    run, source = Path(target), None
+    is_model = (run / "config.json").is_file() and not (run / "recipe.yaml").is_file()
+    with contextlib.ExitStack() as stack:
+        if is_model or not (run.is_dir() or re.fullmatch(r"step-\d+", run.name)):
+            loaded = load_recipe_or_model(target, overrides)
+            folder_of = lambda name: Path(f"{loaded.recipe.output_dir}-base") / name  # noqa: E731
+        else:
+            from roundpipe_cli.cli.export import find_adapter_base, find_result, opened_result
+
+            found = find_result(run)
+            opened = opened_result(found, base, offline=offline, needs_base=False, allowed=False)
+            result, source = stack.enter_context(opened)
+            file = result / "recipe.yaml"
+            if not file.is_file():
+                hint = f"name a recipe in its place, with lora.start_from={shlex.quote(target)}"
+                raise RefusedError("no recipe.yaml says how to read rows for this result", where=target, hint=hint)
+            loaded, folder_of = load_recipe(file, overrides), found.default_target
+            recipe, name = loaded.recipe, str(result.absolute())
+            if found.kind == "model":
+                recipe, source = replace(recipe, model=name, revision=None), None
+            else:
+                recipe = replace(recipe, lora=replace(recipe.lora, start_from=name))
+                source = source or find_adapter_base(result, base, offline=offline)
+            loaded = replace(loaded, recipe=recipe)
+        check_environment(loaded.recipe)
+        loaded, start, tell = _with_rows(loaded, data), Start(offline=offline), LinePrinter(1)
+        tell_notices(tell, *loaded.notices)
+        place = check_sources(loaded, start, tell, source)
+        asked = ask_on_cards_worth_using(loaded, tell, found_config(place))
+        loaded = loaded if asked is None else asked.given
+        load_libraries()
+        yield loaded, source or fetch_model(loaded, start, tell, place), asked, folder_of
+
+
+def _with_rows(loaded: LoadedRecipe, path: str) -> LoadedRecipe:
+    """The recipe with the rows of `path` alone: as its entry of that path reads them, else as its first entry does."""
+    from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+
+    recipe, plain = loaded.recipe, DatasetConfig(path=path)
+    first = replace(recipe.datasets[0], path=path, name=plain.name, split=plain.split)
+    entry = next((one for one in (*recipe.datasets, *recipe.eval_datasets) if one.path == path), first)
+    if recipe.trains_pairs:  # their own rows are pairs
+        entry = replace(entry, type=plain.type, columns=plain.columns)
+    alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
+    return replace(loaded, recipe=replace(recipe, datasets=(entry,), objective=Recipe.objective, **alone))

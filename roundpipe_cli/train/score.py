@@ -1,0 +1,251 @@
+"""Rows scored by the engine's forward alone, into a folder: their losses as lines, what each target got as tables.
+
+    FOLDER/
+      header.json               what was scored and how, by digest
+      scores.jsonl              a line for each row, in their order
+      tokens-000000000.parquet  of the row of that number and those after it, up to the next file's
+
+A window of rows is finished at a time: its table is renamed into place, then its lines are appended. What a kill or a
+full disk leaves of an unfinished one is computed again by the next call, to the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import torch
+from pyarrow import parquet
+
+from roundpipe_cli.choices import IGNORED_LABEL
+from roundpipe_cli.data.batching import RowBatch
+from roundpipe_cli.data.collate import pad_token_id
+from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.errors import NotFiniteError, Problem, RecipeError
+from roundpipe_cli.events import Notice, Phase, Tell, tell_notices
+from roundpipe_cli.files import append_line, require_free_bytes, sha256_of, write_atomically
+from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.trained_on import check_trained_on
+from roundpipe_cli.planning.question import PlanRequest
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.build import make_engine, make_planner
+from roundpipe_cli.train.checkpoint.output_dir import read_values
+from roundpipe_cli.train.checkpoint.resume import describe_other_bits, run_state, short_json
+from roundpipe_cli.train.evaluate import perplexity
+from roundpipe_cli.train.page_locks import PageLocks
+from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prepare
+from roundpipe_cli.train.prepare.steps import grouped_in_windows
+from roundpipe_cli.train.prepare.trainable import start_folder
+from roundpipe_cli.train.scoring import Scorer
+from roundpipe_cli.units import counted, format_bytes, format_seconds
+
+HEADER_NAME, LINES_NAME = "header.json", "scores.jsonl"
+STATES = ("data_hash", "tokenizer_hash", "model_hash", "config_hash", "start_hash", "fused", "computed_by")
+"""Keys of a checkpoint's `run_state`."""
+SETTINGS = (
+    *("dtype", "packed_as", "kernels", "max_seq_length", "micro_batch_size", "micro_batch_tokens", "head_chunk_tokens"),
+    *("mlp_chunk_tokens", "float16_accumulation", "deterministic"),
+)
+"""Keys of a recipe that scores depend on, to the last bit, beside those that make the rows and the weights."""
+TOLD_ONLY = ("model", "sources", "computed_by")
+"""Keys of a header that may differ where more of the same scores are added."""
+TYPES = {
+    **{"positions": "int32", "tokens": "int32", "log_probabilities": "float32"},
+    **{"top_ids": "int32", "top_log_probabilities": "float16", "mass_left": "float32"},
+}
+"""Columns of a table beside `row` and `digest`, with their type on disk."""
+LINE_BYTES, TARGET_BYTES, ENTRY_BYTES = 200, 16, 6
+"""Bytes on disk of a row's line, of a target's place, id, log-probability and left mass, and of a probable token."""
+TELL_EVERY_S = 5.0
+
+RowScores = dict[str, npt.NDArray[Any]]
+"""Arrays of a row's N target tokens: `positions` and `tokens` [N], and the tensors of `HeadScores` that have N rows."""
+
+
+def scored_windows(
+    setup: Setup, rows: Sequence[Row], windows: Sequence[Sequence[RowBatch]], *, top_k: int, tell: Tell
+) -> Generator[list[tuple[int, RowScores]], None, None]:
+    """The scores of the rows, by number and in their order, one window after the other.
+
+    Args:
+        windows: of `grouped_in_windows`.
+        top_k: as of `score_head`.
+    """
+    planner, steps, pad = make_planner(setup), setup.recipe.microbatches_per_step, pad_token_id(setup.tokenizer)
+    planner.keep_stages(planner.expected(steps))
+    batches = [[index for (index,) in batch] for batch in chain.from_iterable(windows)]
+    total, done = sum(len(rows[index].input_ids) for batch in batches for index in batch), 0
+    with PageLocks(setup.store, setup.devices, setup.recipe.weights, tell), make_engine(setup) as engine:
+        scorer = Scorer(engine, planner, steps, stopping=lambda: False)
+        known = "times measured before" if planner.measured else "the sizes of the layers alone, ASSUMED"
+        planned = f"about {format_seconds(scorer.planned_s(len(batches)))}, by {known}"
+        tell_notices(tell, planner.notice, f"scoring {counted(total, 'token')}: {planned}")
+        microbatches = (collate_rows([rows[index] for index in batch], pad) for batch in batches)
+        scores = zip(batches, scorer.scores(microbatches, step=0, top_k=top_k), strict=True)
+        began_s = told_s = time.monotonic()
+        for window in windows:
+            found = list[tuple[int, RowScores]]()
+            for batch, one in (next(scores) for _ in window):
+                labels = [rows[index].labels for index in batch]
+                places = [np.flatnonzero(row[1:] != IGNORED_LABEL) + 1 for row in labels]
+                borders = np.cumsum(list(map(len, places)))
+                of_targets = {
+                    name: np.split(values.cpu().numpy(), borders)
+                    for name, values in vars(one).items()
+                    if isinstance(values, torch.Tensor) and name != "sequence_sums"
+                }
+                for number, (index, at) in enumerate(zip(batch, places, strict=True)):
+                    own = {name: parts[number] for name, parts in of_targets.items()}
+                    found.append((index, {"positions": at, "tokens": labels[number][at], **own}))
+                done += sum(map(len, labels))
+                if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
+                    told_s, per_s = now_s, done / (now_s - began_s)
+                    left = format_seconds(max(1, round((total - done) / per_s)))
+                    tell(Phase(f"scored {done} of {total} tokens, {per_s:.0f} tokens/s, {left} left"))
+            yield sorted(found, key=lambda one: one[0])
+
+
+def prepare_to_score(
+    loaded: LoadedRecipe, source: ModelSource, asked: PlanRequest | None, *, offline: bool, allowed: bool, tell: Tell
+) -> Setup:
+    """Load all that scores need, as `prepare` does; `allowed`: as of `check_trained_on`."""
+    setup = prepare(loaded, offline=offline, tell=tell, source=source, asked=asked, trains=False)
+    if (start := start_folder(loaded)) is not None:
+        same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
+        tell_notices(tell, same(start, setup.source, allowed=allowed))
+        setup.start_hash = sha256_of(start / ADAPTER_WEIGHTS)
+    return setup
+
+
+class ScoreFolder:
+    """The folder of a dataset's scores, which nobody else writes to: what is finished in it, and how more is added."""
+
+    def __init__(self, folder: Path, setup: Setup, top_k: int | None) -> None:
+        """
+        Args:
+            setup: of `prepare_to_score`.
+            top_k: so many of the most probable tokens at each target's place are written; None: no tables are.
+        """
+        config: Any = setup.model.config
+        self._vocabulary = config.get_text_config().vocab_size
+        self._folder, self._setup, self._top_k = folder, setup, top_k
+        self._lines, self._done = folder / LINES_NAME, 0
+        self._left = grouped_in_windows(setup.recipe, setup.dataset.rows.lengths)
+
+    def fill(self, tell: Tell) -> dict[str, Any]:
+        """Score the rows that an earlier call has not; the scores of all of them together, in the types of JSON.
+
+        Raises:
+            RefusedError: the folder holds scores of something else; every key that differs.
+            NotFiniteError: a loss is not a number.
+            ResourceError: disk full or failing.
+        """
+        self._check_header(tell)
+        self._cut_off(tell)
+        rows = self._setup.dataset.rows
+        if self._left:
+            per_target = 0 if self._top_k is None else TARGET_BYTES + ENTRY_BYTES * self._top_k
+            all_bytes = LINE_BYTES * len(rows) + per_target * self._setup.dataset.report.trained_tokens
+            num_bytes = round(all_bytes * (1 - self._done / len(rows)))
+            require_free_bytes(self._folder, num_bytes, "the scores")
+            tell(Notice(f"the scores take about {format_bytes(num_bytes)} in {self._folder}"))
+            with closing(scored_windows(self._setup, rows, self._left, top_k=self._top_k or 0, tell=tell)) as windows:
+                for found in windows:
+                    self._write(found)
+        lines = [json.loads(line) for line in self._lines.read_bytes().splitlines()]
+        tokens = sum(line["tokens"] for line in lines)
+        loss = math.fsum(line["loss"] * line["tokens"] for line in lines) / tokens
+        return {"rows": len(lines), "tokens": tokens, "loss": loss, "perplexity": perplexity(loss)}
+
+    def _header(self) -> dict[str, Any]:
+        """Facts of what is scored and how: whoever reads scores compares its own rows and vocabulary with them."""
+        setup, dataset, state = self._setup, self._setup.dataset, run_state(self._setup)
+        template, vocabulary = dataset.chat_template, sorted(setup.tokenizer.get_vocab().items())
+        return {
+            "format": "roundpipe scores 1",
+            "model": setup.source.name,
+            "sources": [source.name for source in dataset.sources],
+            "rows": len(dataset.rows),
+            "top_k": self._top_k and min(self._top_k, self._vocabulary),
+            **{name: state[name] for name in STATES},
+            "template_hash": template and hashlib.sha256(template.encode()).hexdigest(),
+            "vocabulary_hash": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
+            "vocabulary_size": self._vocabulary,
+            **{key: getattr(setup.recipe, key) for key in SETTINGS},
+        }
+
+    def _check_header(self, tell: Tell) -> None:
+        path, new = self._folder / HEADER_NAME, json.loads(json.dumps(self._header()))
+        if not path.exists():
+            write_atomically(path, json.dumps(new, indent=1).encode() + b"\n")
+            return
+        old = read_values(path)
+        what, hint = "the folder holds scores of something else", f"--to another folder, or remove {self._folder}"
+        changed = [key for key in {**old, **new} if key not in TOLD_ONLY and old.get(key) != new.get(key)]
+        if changed:
+            texts = [(key, short_json(new.get(key)), short_json(old.get(key))) for key in changed]
+            raise RecipeError([Problem(what, *of_key, hint) for of_key in texts])
+        tell_notices(tell, describe_other_bits(old, self._setup))
+
+    def _cut_off(self, tell: Tell) -> None:
+        """Find the windows that are finished, and cut off the lines behind them."""
+        lines = self._lines.read_bytes().splitlines(keepends=True) if self._lines.exists() else []
+        num_whole = sum(line.endswith(b"\n") for line in lines)
+        while self._left and self._done + (size := sum(map(len, self._left[0]))) <= num_whole:
+            if self._top_k is not None and not self._table().is_file():
+                break
+            self._done += size
+            del self._left[0]
+        if lines:
+            os.truncate(self._lines, sum(map(len, lines[: self._done])))
+            tell(Notice(f"{self._done} of {counted(len(self._setup.dataset.rows), 'row')} were scored before"))
+
+    def _write(self, found: Sequence[tuple[int, RowScores]]) -> None:
+        """Add the scores of the next window."""
+        dataset, lines = self._setup.dataset, list[dict[str, Any]]()
+        for index, scores in found:
+            row = dataset.rows[index]
+            where, loss = dataset.where(row.row_id), -float(scores["log_probabilities"].mean(dtype=np.float64))
+            if not math.isfinite(loss):
+                raise NotFiniteError("the loss of a row is not finite", where=where, found=f"loss {loss}")
+            line = {"row": index, "where": where, "digest": row_digest(row), "loss": loss}
+            lines.append({**line, "tokens": len(scores["tokens"])})
+        if self._top_k is not None:
+            table: dict[str, Any] = {name: [line[name] for line in lines] for name in ("row", "digest")}
+            for name in filter(found[0][1].__contains__, TYPES):
+                table[name] = _lists(name, [scores[name] for _, scores in found])
+            sink = pyarrow.BufferOutputStream()
+            parquet.write_table(pyarrow.table(table), sink, use_dictionary=False, write_statistics=False)
+            write_atomically(self._table(), bytes(sink.getvalue()))
+        append_line(self._lines, "\n".join(map(json.dumps, lines)))
+        self._done += len(found)
+
+    def _table(self) -> Path:
+        return self._folder / f"tokens-{self._done:09d}.parquet"
+
+
+def row_digest(row: Row) -> str:
+    """SHA-256 of a row's ids, then its labels, both int32 in little-endian order."""
+    return hashlib.sha256(row.input_ids.astype("<i4").tobytes() + row.labels.astype("<i4").tobytes()).hexdigest()
+
+
+def _lists(name: str, values: Sequence[npt.NDArray[Any]]) -> Any:
+    """A column of lists, one for each row; of probable tokens K values for each target in turn."""
+    flat = [each.astype(TYPES[name]).ravel() for each in values]
+    offsets = np.cumsum([0, *map(len, flat)], dtype=np.int32)
+    return pyarrow.ListArray.from_arrays(offsets, pyarrow.array(np.concatenate(flat)))

@@ -1,0 +1,203 @@
+"""`roundpipe score`: what evaluation and plain PyTorch compute, in a folder that a kill between any two lines leaves
+good."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from pyarrow import parquet
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.train.prepare import steps
+from roundpipe_cli.train.score import row_digest
+from tests.support.e2e import (
+    STAGES,
+    Outcome,
+    edit_json,
+    finetune,
+    launch,
+    make_workspace,
+    num_lines,
+    run,
+    tree,
+    write_rows,
+)
+
+TABLES = ("--per-token", "--top-k", "5")
+OWN = ("scores.jsonl", "header.json", "tokens-")
+NUM_ROWS = 40
+
+
+def small_windows() -> None:
+    """Several rows a window, in a process that is started."""
+    steps.WINDOW_TOKENS = 1
+    steps.MIN_MICROBATCHES = 1
+
+
+def limited(most_bytes: int) -> None:
+    """A disk that is full behind so many bytes of a file."""
+    small_windows()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A workspace with a finished run in `out`, evaluated on `held.jsonl`, and its scores in `scores`."""
+    folder = make_workspace(tmp_path_factory.mktemp("scored") / "work", model, **STAGES)
+    write_rows(folder / "held.jsonl", NUM_ROWS)
+    finetune(folder, "eval_datasets=[{path: held.jsonl}]", "eval_steps=2").expect(0)
+    score(folder, "out", *TABLES).expect(0)
+    return folder
+
+
+def score(folder: Path, target: str, *words: str, to: str = "scores", **ways: Any) -> Outcome:
+    before = ways.pop("before", small_windows)
+    return launch(folder, "score", target, "held.jsonl", "--to", to, *words, before=before, **ways).finish()
+
+
+def own_files(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(folder).items() if name.startswith(OWN)}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+
+
+def loss_of(folder: Path) -> float:
+    found = lines(folder)
+    return sum(line["loss"] * line["tokens"] for line in found) / sum(line["tokens"] for line in found)
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    rows = map(json.loads, (folder / "out" / "eval.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def test_losses_and_tables_are_those_of_the_evaluation_and_of_the_full_logits(trained: Path) -> None:
+    losses = evaluations(trained)
+    assert loss_of(trained / "scores") == pytest.approx(losses[max(losses)], rel=1e-6)
+    settings = DataSettings((DatasetSpec(str(trained / "held.jsonl")),), max_seq_length=64)
+    rows = build_dataset(settings, AutoTokenizer.from_pretrained(trained / "model")).rows
+    base = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, trained / "out").double().eval()
+    tables = sorted((trained / "scores").glob("tokens-*"))
+    found = [row for table in tables for row in parquet.read_table(table).to_pylist()]
+    assert len(found) == len(rows) == NUM_ROWS and len(tables) >= 4
+    for index, (row, line, entry) in enumerate(zip(rows, lines(trained / "scores"), found, strict=True)):
+        assert line["row"] == entry["row"] == index and line["where"] == f"held.jsonl:{index + 1}"
+        assert line["digest"] == entry["digest"] == row_digest(row)
+        places = np.flatnonzero(row.labels != -100)
+        assert entry["positions"] == places.tolist() and entry["tokens"] == row.input_ids[places].tolist()
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor(row.input_ids)[None].long(), use_cache=False).logits[0, places - 1]
+        want = torch.log_softmax(logits, -1)
+        values, ids = want.topk(5)
+        own = want[torch.arange(len(places)), torch.tensor(entry["tokens"])]
+        assert line["tokens"] == len(places) and line["loss"] == pytest.approx(-float(own.mean()), rel=1e-5)
+        np.testing.assert_allclose(entry["log_probabilities"], own, rtol=1e-5)
+        assert np.reshape(entry["top_ids"], (-1, 5)).tolist() == ids.tolist()
+        np.testing.assert_allclose(np.reshape(entry["top_log_probabilities"], (-1, 5)), values, rtol=1e-3)
+        np.testing.assert_allclose(entry["mass_left"], 1 - values.exp().sum(-1), rtol=1e-5)
+
+
+def test_the_header_names_what_was_scored(trained: Path) -> None:
+    header = json.loads((trained / "scores" / "header.json").read_text())
+    assert header["format"] == "roundpipe scores 1" and header["rows"] == NUM_ROWS and header["top_k"] == 5
+    assert header["vocabulary_size"] == 300 and header["dtype"] == "float32"
+    hashes = [value for name, value in header.items() if name.endswith("_hash")]
+    assert len(hashes) == 7 and all(len(value) == 64 for value in hashes)
+
+
+def test_any_number_of_workers_gives_the_same_files(trained: Path) -> None:
+    for count in (1, 3):
+        devices = f"pipeline.devices=[{','.join(['cpu'] * count)}]"
+        score(trained, "out", devices, *TABLES, to=f"by-{count}").expect(0)
+        assert own_files(trained / f"by-{count}") == own_files(trained / "scores")
+
+
+def test_killed_anywhere_it_continues_to_the_same_files(trained: Path) -> None:
+    """Killed while it runs, and left as a kill between any two writes leaves it."""
+    want, lines_path = own_files(trained / "scores"), trained / "killed" / "scores.jsonl"
+    running = launch(trained, "score", "out", "held.jsonl", "--to", "killed", *TABLES, before=small_windows)
+    running.wait_until(lambda: num_lines(lines_path) >= 2)
+    running.kill()
+    running.finish()
+    whole, tables = want["scores.jsonl"], sorted(name for name in want if name.startswith("tokens-"))
+    for cut, gone in ((len(whole) // 2, tables[-1:]), (7, []), (len(whole) - 1, tables[2:3])):
+        done = score(trained, "out", *TABLES, to="killed").expect(0)
+        assert own_files(trained / "killed") == want and "rows were scored before" in done.err
+        lines_path.write_bytes(whole[:cut])
+        for name in gone:
+            (trained / "killed" / name).unlink()
+        (trained / "killed" / f".tmp-{tables[0]}-1234").write_text("torn")
+    done = score(trained, "out", *TABLES, "--json", to="killed").expect(0)
+    assert own_files(trained / "killed") == want and not list((trained / "killed").glob(".tmp-*"))
+    assert json.loads(done.out)["loss"] == pytest.approx(loss_of(trained / "scores"), rel=1e-12)
+
+
+def test_a_full_disk_keeps_what_is_finished(trained: Path) -> None:
+    score(trained, "out", to="whole").expect(0)  # which fills the cache of tokens
+    most = len((trained / "whole" / "scores.jsonl").read_bytes()) // 2
+    done = score(trained, "out", to="full", before=partial(limited, most)).expect(5)
+    assert "run the same command again, or set --to" in done.err
+    assert "--resume" not in done.err and 0 < num_lines(trained / "full" / "scores.jsonl") < NUM_ROWS
+    score(trained, "out", to="full").expect(0)
+    assert lines(trained / "full") == lines(trained / "scores")
+
+
+def test_other_rows_weights_or_settings_are_refused_by_name(trained: Path) -> None:
+    before = tree(trained / "scores")
+    for target, words, names in (
+        ("out", ("--top-k", "4"), ["top_k"]),
+        ("recipe.yaml", TABLES, ["start_hash"]),
+        ("out", (*TABLES, "max_seq_length=48", "kernels=reference"), ["max_seq_length", "kernels"]),
+        ("out", (*TABLES, "train_on_inputs=true"), ["data_hash"]),
+    ):
+        done = score(trained, target, *words).expect(2)
+        assert all(name in done.err for name in names), done.err
+        assert "scores of something else" in done.err and tree(trained / "scores") == before
+    done = score(trained, "out", environment={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}).expect(2)
+    assert "scores: not with several machines" in done.err
+    assert "holds a run" in score(trained, "out", to="out").expect(2).err
+
+
+def test_checkpoints_recipes_and_whole_models(trained: Path) -> None:
+    """A checkpoint scores as the evaluation then, a recipe as its base, a trained model as its own evaluation."""
+    losses = evaluations(trained)
+    done = run(trained, "score", "out/step-4", "held.jsonl", "--json").expect(0)
+    found = json.loads(done.out)
+    assert Path(found["folder"]).name == "scores-held-step-00000004"
+    assert found["loss"] == pytest.approx(losses[4], rel=1e-6) and found["rows"] == NUM_ROWS
+    untrained = json.loads(run(trained, "score", "recipe.yaml", "held.jsonl", "--json").expect(0).out)
+    assert Path(untrained["folder"]).name == "scores-held" and untrained["loss"] > found["loss"]
+    shutil.rmtree(trained / "full-run", ignore_errors=True)
+    words = ("method=full", "~lora", "eval_datasets=[{path: held.jsonl}]", "output_dir=full-run", "max_steps=2")
+    finetune(trained, *words).expect(0)
+    whole = json.loads(run(trained, "score", "full-run", "held.jsonl", "--json").expect(0).out)
+    last = json.loads((trained / "full-run" / "eval.jsonl").read_text().splitlines()[-1])
+    assert whole["loss"] == pytest.approx(last["loss"], rel=1e-6) and whole["tokens"] == last["tokens"]
+
+
+def test_a_result_of_another_program_is_told_the_way(trained: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (trained / "foreign").mkdir(exist_ok=True)
+        shutil.copy(trained / "out" / name, trained / "foreign")
+    edit_json(trained / "foreign" / "adapter_config.json", base_model_name_or_path=str(trained / "model"))
+    done = run(trained, "score", "foreign", "held.jsonl").expect(2)
+    assert "lora.start_from=foreign" in done.err
+    done = run(trained, "score", "recipe.yaml", "held.jsonl", "lora.start_from=foreign", "--json", "--to", "theirs")
+    done.expect(0)
+    assert json.loads(done.out)["loss"] == pytest.approx(loss_of(trained / "scores"), rel=1e-6)
