@@ -227,7 +227,7 @@ def in_rows(
     return _within(PackedRows.of(tuple(found), None, start or 0), as_masks, is_packed_chunk=start is not None)
 
 
-def in_whole_rows(num_rows: int, tokens: int, start: int = 0) -> AbstractContextManager[None]:
+def in_whole_rows(num_rows: int, tokens: int, *, start: int = 0) -> AbstractContextManager[None]:
     """`in_rows` for sequences of one row each, [num_rows, start + tokens]; the causal mask of whole sequences is
     kept."""
     rows = PackedRows.of(((start + tokens,),) * num_rows, None, start)
@@ -299,8 +299,8 @@ def _told_apart(asked: dict[str, Any]) -> dict[str, Any]:
     numbers, shows = rows.numbers, asked["mask_function"]
 
     def shows_own(sequence: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        is_own: torch.Tensor = numbers[sequence, query] == numbers[sequence, key]
-        return is_own & shows(sequence, head, query, key)
+        seen: torch.Tensor = shows(sequence, head, query, key) & (numbers[sequence, query] == numbers[sequence, key])
+        return seen
 
     return {**asked, "mask_function": shows_own, "allow_is_causal_skip": False}
 
@@ -482,9 +482,9 @@ def try_other_ends(devices: Iterable[str]) -> str | None:
         found = [result, *torch.autograd.grad(result.square().sum(), tensors)]
         return [tensor.detach().cpu().float() for tensor in found]
 
-    def by_mask(rows: PackedRows, *tensors: torch.Tensor) -> torch.Tensor:
+    def by_mask(rows: PackedRows, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attend = functional.scaled_dot_product_attention
-        return attend(*tensors, attn_mask=rows.mask(), enable_gqa=True).transpose(1, 2)  # type: ignore[arg-type]
+        return attend(query, key, value, rows.mask(), enable_gqa=True).transpose(1, 2)
 
     for device, rows in itertools.product(dict.fromkeys(devices), tried):
         expected = numbers(functools.partial(by_mask, rows), "cpu", torch.float32)

@@ -330,7 +330,7 @@ class WorkerModel:
         if position_ids is not None:
             rows = in_rows(position_ids, as_masks=not self.attends_in_rows, start=start)
         elif self.attends_in_rows:
-            rows = in_whole_rows(*input_ids.shape, start or 0)
+            rows = in_whole_rows(*input_ids.shape, start=start or 0)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed), rows:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden
