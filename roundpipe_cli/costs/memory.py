@@ -117,8 +117,10 @@ def device_need(
     costs, settings = case.costs, case.settings
     layers = costs.layers
     slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages) if case.gpus else 0
-    without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
-    whole_bytes = largest_visit_bytes(layers, forward_stages, backward_stages) - without
+    whole_bytes = 0
+    if settings.unpacks_once:
+        without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
+        whole_bytes = largest_visit_bytes(layers, forward_stages, backward_stages) - without
     stages = len(forward_stages), len(backward_stages)
     in_flight = _in_flight(case, stages, microbatches_per_round or settings.num_microbatches)
     # as if one worker had them all
@@ -128,7 +130,7 @@ def device_need(
         {
             f"{costs.slots} slots for the weights and gradients of a stage": costs.slots * slot_bytes,
             "activations": _activations(case, backward_stages),
-            "weights of a stage, unpacked": whole_bytes if settings.unpacks_once else 0,
+            "weights of a stage, unpacked": whole_bytes,
             "kept activations": in_flight * kept_bytes,
             LARGEST_GRADIENT: _gradient_bytes(case, backward_stages),
             **fixed_device_need(case).parts,

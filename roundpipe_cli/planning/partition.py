@@ -19,7 +19,7 @@ from roundpipe_cli.planning.search.batch import (
 from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
 from roundpipe_cli.planning.search.stages import StageSums
-from roundpipe_cli.units import format_bytes, format_seconds
+from roundpipe_cli.units import format_bytes
 
 MIN_ROUNDS, LEAST_ROUNDS = 40, 8
 """Least numbers of chained rounds that judge a plan for staleness 1, of a model with up to `DENSE` layers and of the
@@ -68,16 +68,16 @@ class _Task:
         speeds = worker_speeds(self.case.costs, max(self.workers) + 1)
         return [speeds[worker] for worker in self.workers]
 
-    def scorer(self, hop_s: float | None = None, links: bool = True) -> BatchScorer:
-        """A scorer of partitions, optionally for other hop times or links."""
+    def scorer(self) -> BatchScorer:
+        """A scorer of partitions."""
         case, costs = self.case, self.case.costs
         moves = any(layer.param_bytes or layer.boundary_bytes or layer.grad_bytes for layer in costs.layers)
         return BatchScorer(
             self.sums,
             speeds=self.speeds,
-            hop_s=costs.hop_s if hop_s is None else hop_s,
+            hop_s=costs.hop_s,
             slots=costs.slots,
-            link_bytes_per_s=costs.link_bytes_per_s if self.is_default and moves and links else None,
+            link_bytes_per_s=costs.link_bytes_per_s if self.is_default and moves else None,
             limits=case.limits,
             memory_bytes=costs.device_memory_bytes if self.is_default and case.limits is None else None,
             after_update=self.is_default and case.staleness == 0,
@@ -142,7 +142,7 @@ def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> 
         backward_ranges(best.sizes[best.num_forward :], task.sums.num_layers),
         plan.task.round_size,
         plan.task.workers,
-        explanation=_explain(plan),
+        explanation=(_shape(best),),
     )
 
 
@@ -213,45 +213,13 @@ def _search(task: _Task, beat_s: float) -> _Plan:
     return _Plan(task, search.run())
 
 
-# Sentences that explain a plan: its lower bound, what limits it, and what a change would gain.
-
-
-def _explain(plan: _Plan) -> tuple[str, ...]:
-    task, best, chain = plan.task, plan.found[0], plan.task.judged()
-    scorer, sums = task.scorer(), task.sums
-    lines = [_shape(best), _binds(best, sums, chain, scorer)]
-    for other, change in (
-        (task.scorer(hop_s=0.0), "hops took no time"),
-        (task.scorer(links=False), "transfers took no time"),
-    ):
-        if other.hop_s != scorer.hop_s or other.link_bytes_per_s != scorer.link_bytes_per_s:
-            works, _ = other.works(one_batch(other.numpy, best.sizes, best.num_forward))
-            gain = 100 * (1 - float(other.step_s(works, chain)[0]) / best.value_s) if best.value_s else 0.0
-            lines.append(f"If {change}, this plan would be {max(gain, 0.0):.2f} % faster.")
-    updates_s = sum(layer.optimizer_s for layer in task.case.costs.layers)
-    if updates_s and task.is_default:
-        where = "beside the next step's forward" if task.case.staleness == 0 else "beside the next step"
-        lines.append(f"The host's updates take {format_seconds(updates_s)} {where}.")
-    second = next((candidate for candidate in plan.found if candidate.shape != best.shape), None)
-    if second is not None:
-        slower = 100 * (second.value_s / best.value_s - 1)
-        lines.append(
-            f"Next best: {second.num_forward} forward and {_later(second)} backward stages, {slower:.2f} % slower."
-        )
-    return tuple(lines)
-
-
-def _later(candidate: Candidate) -> int:
-    return candidate.num_stages - candidate.num_forward
-
-
 def _shape(best: Candidate) -> str:
     sizes = best.sizes
     forward, later = sizes[: best.num_forward], sizes[best.num_forward + 1 :]
     fused = sizes[best.num_forward] - 1
     head = "the head alone" if not fused else f"the head and the last {fused} layers, which are not recomputed"
     parts = [f"{len(forward)} forward stages of {_span(forward)} layers"] if forward else []
-    parts.append(f"{_later(best)} backward stages, the first with {head}")
+    parts.append(f"{best.num_stages - best.num_forward} backward stages, the first with {head}")
     if later:
         parts.append(f"the others of {_span(later)} layers")
     return ", ".join(parts) + "."
@@ -260,19 +228,6 @@ def _shape(best: Candidate) -> str:
 def _span(sizes: Sequence[int]) -> str:
     low, high = min(sizes), max(sizes)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def _binds(best: Candidate, sums: StageSums, chain: RoundChain, scorer: BatchScorer) -> str:
-    body = sums.num_layers - best.sizes[best.num_forward]
-    count = sum(chain.round_sizes[: chain.rounds_per_step])
-    whole = sums.forward_s[0][sums.num_layers] + sums.backward_s[0][sums.num_layers]
-    busy = count * (whole + sums.recompute_s[0][body]) / float(scorer.speeds.sum())
-    share = 100 * busy / best.value_s if best.value_s else 100.0
-    text = f"{format_seconds(best.value_s)} per step, of which the workers compute {share:.1f} %"
-    recompute = 100 * count * sums.recompute_s[0][body] / float(scorer.speeds.sum()) / best.value_s if busy else 0.0
-    text += f" ({recompute:.1f} % recompute)"
-    idle = "waiting for uploads, " if scorer.link_bytes_per_s else ""
-    return f"{text}; the rest is {idle}fill, drain and hops." if share < 99.95 else f"{text}: compute binds."
 
 
 def _does_not_fit(task: _Task) -> ResourceError:
