@@ -380,7 +380,8 @@ def run_for_real(
     source = fetch_model(loaded, Start(), printer, source)
     asked = ask_on_cards_worth_using(loaded, printer, found_config(source))
     if asked is not None:
-        loaded = asked.given
+        loaded, decided = asked.given, asked.loaded.recipe
+        names = named_schedules(schedules, decided.pipeline.num_chunks)
 
     def show(event: Event) -> None:
         if not isinstance(event, StepFinished):  # stdout is for the comparison

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +39,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     """
     from roundpipe_cli.choices import PACKED_FORMATS
     from roundpipe_cli.costs.machine import NOT_USED, SLOW_NOTE
+    from roundpipe_cli.planning.chunk_count import CHUNKS_KEY
     from roundpipe_cli.planning.what_if import summary_of
     from roundpipe_cli.train.run_length import forecast, left_to_resume, run_length
 
@@ -50,6 +53,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     lines = [f"{summary.word}: {what}", *(f"  {reason}" for reason in summary.reasons)]
     lines.append(f"  on {question.hardware.description}: {question.machine_source}")
     lines += [f"  {note}" for note in question.architecture.notes]
+    lines += [f"  {choice}" for choice in question.choices if choice.startswith(CHUNKS_KEY)]
     lines += [f"  warning: {answer.warning}"] if answer.warning else []
     tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
     bubble = f"{tokens:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
@@ -72,9 +76,32 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         *rest,
         *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith((SLOW_NOTE, NOT_USED))),
+        *_cost_lines(answer, length or run_length(answer)),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
+        *(f"  faster          {change.what}" for change in (found or ()) if summary.word == "FITS"),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]
+
+
+def _cost_lines(answer: Plan, length: RunLength) -> list[str]:
+    """A line with the cost of the run and of a billion tokens; none where the machine has no price."""
+    price, each = answer.question.hardware.price, answer.dollars_per_billion_tokens
+    if price is None:
+        return []
+    run = cost_of_run(answer, length)
+    of_run = "" if run is None else f"${run:,.2f} for the run, "
+    return [f"  cost            {of_run}${each:,.0f} for a billion tokens, at ${price:g} an hour"]
+
+
+def cost_of_run(answer: Plan, length: RunLength) -> float | None:
+    """Dollars; None where the price or the number of steps is not known."""
+    from roundpipe_cli.train.run_length import usual_figures
+
+    price = answer.question.hardware.price
+    if price is None or length.steps is None:
+        return None
+    step_s = answer.step_s if length.step is None else usual_figures(answer, length.step)[0]
+    return price / 3600 * length.steps * step_s
 
 
 def _launches(answer: Plan) -> str:
@@ -124,11 +151,15 @@ def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
 # `roundpipe plan --compare`: one row for each combination of values.
 
 
-def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None, *, as_json: bool) -> None:
+def show_comparison(
+    recipe: str, overrides: Sequence[str], hardware: str | None, *, price: float | None = None, as_json: bool
+) -> None:
     """Print the table, or its JSON document; refuses as `compare_plans`."""
+    from roundpipe_cli.planning.predict import priced
     from roundpipe_cli.planning.what_if import compare_plans
 
     rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_say_progress)
+    rows = [replace(row, plan=row.plan and priced(row.plan, price)) for row in rows]
     if as_json:
         say_json({"rows": [row_document(row) for row in rows]})
         return
@@ -157,6 +188,7 @@ def row_document(row: Combination) -> dict[str, Any]:
         "host_bytes": None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes),
         "step_s": None if running is None else running.step_s,
         "tokens_per_s": None if running is None else running.tokens_per_s,
+        "dollars_per_billion_tokens": None if running is None else running.dollars_per_billion_tokens,
     }
 
 
@@ -166,13 +198,16 @@ LEFT_OUT = ("host", "GPU")
 
 def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> list[str]:
     """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it."""
-    cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s"]]
+    has_price = any(row.plan is not None and row.plan.question.hardware.price is not None for row in rows)
+    cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s", *(["$/B tokens"] if has_price else [])]]
     for row in rows:
         document = row_document(row)
         need = [format_bytes(document[key]) if document[key] else "-" for key in ("device_bytes", "host_bytes")]
         step = format_seconds(document["step_s"]) if document["step_s"] else "-"
         speed = f"{document['tokens_per_s']:,.0f}" if document["tokens_per_s"] else "-"
-        cells.append([*row.values.values(), document["verdict"], *need, step, speed])
+        dollars = document["dollars_per_billion_tokens"]
+        costs = ["-" if dollars is None else f"{dollars:,.0f}"] if has_price else []
+        cells.append([*row.values.values(), document["verdict"], *need, step, speed, *costs])
     heading, *lines = aligned(cells, len(rows[0].values) + 1, LEFT_OUT, width)
     shown = [heading]
     for line, row in zip(lines, rows, strict=True):
@@ -199,6 +234,9 @@ def plan(
         bool,
         typer.Option("--compare", help="A row for each combination of values: hardware=1x4090,2x4090 lora.r=8,16."),
     ] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, help="Dollars per hour of the machine: also show what training costs.")
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also show every stage, memory by part, links and assumptions.")
     ] = False,
@@ -211,6 +249,7 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     say(f"planning {recipe} ...")
+    from roundpipe_cli.planning.predict import priced
     from roundpipe_cli.planning.solve import solve as solve_plan
     from roundpipe_cli.recipe.load import load_recipe_or_model
     from roundpipe_cli.watchdog import watching
@@ -220,13 +259,14 @@ def plan(
         for other in (flag for flag, is_given in given.items() if is_given):
             hint = f"leave --compare out to use {other} on one of its combinations"
             raise RefusedError(f"--compare makes several plans, and {other} is for one", hint=hint)
-        show_comparison(recipe, overrides or (), hardware, as_json=json_)
+        show_comparison(recipe, overrides or (), hardware, price=price, as_json=json_)
         return
     loaded = load_recipe_or_model(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
     with watching(loaded.recipe.watchdog_s):
         answer, found, damages = plan_with_remedies(loaded, hardware)
+        answer = priced(answer, price)
         solution = solve_plan(answer) if solve else None
     for damage in damages:
         say(f"notice: {damage}")
@@ -247,11 +287,11 @@ def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan
     """The plan, changes that make it fit or fast, and notices of remembered answers that are damaged."""
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan
-    from roundpipe_cli.planning.solve import remedies
+    from roundpipe_cli.planning.solve import faster_in_chunks, remedies
 
     answers = Answers()
     answer = make_plan(loaded, hardware, build_counts, answers)
-    return answer, remedies(answer), answers.damage
+    return answer, remedies(answer) or faster_in_chunks(answer), answers.damage
 
 
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
@@ -270,6 +310,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "fits": verdict.fits,
         "reasons": list(verdict.reasons),
         "workers": answer.question.num_workers,
+        "sequence_chunks": answer.question.settings.sequence_chunks,
         "forward_stages": [list(stage) for stage in answer.cut.forward_stages],
         "backward_stages": [list(stage) for stage in answer.cut.backward_stages],
         "layers": [{key: getattr(layer, key) for key in FILE_KEYS} for layer in answer.layers],
@@ -288,19 +329,26 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "step_s_range": list(answer.band.around(answer.step_s)),
             "tokens_per_s_range": list(answer.tokens_per_s_range),
             "range_rests_on": answer.band.why,
+            "dollars_per_billion_tokens": answer.dollars_per_billion_tokens,
+            "dollars_of_run": cost_of_run(answer, run_length(answer)),
         },
         "assumptions": _assumptions(answer, length),
     }
     if (rest := left_to_resume(answer, length)) is not None:
         seconds = rest[1] * forecast(answer, length).step_s
         document["resume"] = {"checkpoint": str(rest[0]), "steps": rest[1], "seconds": seconds}
+    if found or summary.word != "FITS":
+        document["remedies"] = [_change_document(change) for change in found]
     if summary.word != "FITS":
         fitting = fitting_recipe(answer.question, found[-1] if found else None)
-        document["remedies"] = [_change_document(change) for change in found]
         document["shipped_recipe"] = None if fitting is None else " ".join(fitting)
     if solution is not None:
         document["solve"] = {
             "max_seq_length": solution.max_seq_length,
+            "longest_in_memory": [
+                {"change": change, "tokens": tokens, "chunks": chunks}
+                for change, (tokens, chunks) in solution.longest.items()
+            ],
             "micro_batch_size": solution.micro_batch_size,
             "changes": [_change_document(change) for change in solution.changes],
         }
@@ -347,14 +395,21 @@ def _solution_lines(answer: Plan, solution: Solution) -> list[str]:
     key, size, recipe = "micro_batch_size", solution.micro_batch_size, answer.question.loaded.recipe
     if recipe.token_budget is not None:
         key, size = "micro_batch_tokens", size and size * recipe.tokens_of_full_row
+    most, held = _or_none(solution.max_seq_length), list[str]()
+    for change, (tokens, chunks) in solution.longest.items():
+        in_chunks, how = f" in {chunks} chunks" if chunks > 1 else "", f" with {change}" if change else ""
+        held.append(f"{tokens:,}{in_chunks}{how}")
     lines = [
         "what would fit",
-        f"  longest max_seq_length, all else equal: {_or_none(solution.max_seq_length)}{bound}",
+        f"  longest max_seq_length, all else equal: {most}{bound}",
+        *(f"  longest that memory holds: {words}" for words in held if words != most),
         f"  largest {key}, all else equal: {_or_none(size)}",
     ]
     if solution.changes:
         lines.append(f"cheapest changes that make it {'fit' if not answer.verdict.fits else 'faster'}")
-        lines += [f"  {number}. {change.what}" for number, change in enumerate(solution.changes, 1)]
+        fastest = max(change.speed for change in solution.changes) if len(solution.changes) > 1 else math.inf
+        for number, change in enumerate(solution.changes, 1):
+            lines.append(f"  {number}. {change.what}{' (the fastest)' if change.speed == fastest else ''}")
     return lines
 
 

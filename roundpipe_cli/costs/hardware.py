@@ -111,6 +111,8 @@ class Hardware:
     """Whether the figures were read from this machine, not given or assumed."""
     host_memory_is_assumed: bool = False
     host_rate_is_given: bool = False
+    price: float | None = None
+    """Dollars per hour; None: nobody gave it."""
 
     @property
     def assumed(self) -> dict[str, str]:
@@ -294,6 +296,7 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         notes=tuple(notes),
         host_memory_is_assumed=host_memory_gib is None,
         host_rate_is_given="host_memory_gb_per_s" in options,
+        price=options.get("price"),
     )
 
 
@@ -455,7 +458,7 @@ def _kinds(name: str) -> set[str]:
     return {kind for kind, words in _KINDS.items() if re.search(words, name.lower())}
 
 
-_OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate"]
+_OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate", "price"]
 
 
 def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, Any]:

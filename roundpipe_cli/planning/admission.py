@@ -19,6 +19,7 @@ from roundpipe_cli.model.files.quantization import check_stored_in_4bit, stored_
 from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.files.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.packages import FAST_KERNELS
+from roundpipe_cli.recipe.check import chunk_clashes
 from roundpipe_cli.recipe.schema import Recipe
 
 _STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
@@ -105,13 +106,19 @@ def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
     return recipe.unpackable or rows_obstacle(found.config, recipe.max_seq_length)
 
 
-def rows_obstacle(config: Mapping[str, Any], max_seq_length: int) -> str | None:
-    """Why rows cannot be packed by the configuration's own words; None where they say nothing against it."""
+def rows_obstacle(config: Mapping[str, Any], max_seq_length: int, *, in_chunks: bool = False) -> str | None:
+    """Why rows cannot be packed, or come in chunks, by the configuration's own words; None where they say nothing."""
     try:
-        check_rows(config, packing=True, chunks=False, max_seq_length=max_seq_length)
+        check_rows(config, packing=not in_chunks, chunks=in_chunks, max_seq_length=max_seq_length)
     except RefusedError as error:
         return error.in_short
     return None
+
+
+def chunk_obstacle(config: Mapping[str, Any], recipe: Recipe) -> str | None:
+    """Why this model's rows cannot come in chunks, as far as recipe and configuration say; None where they can."""
+    clashes = "; ".join(f"{key}: {why}" for key, why in chunk_clashes(recipe))
+    return clashes or rows_obstacle(config, recipe.max_seq_length, in_chunks=True)
 
 
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:

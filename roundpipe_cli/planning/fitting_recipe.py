@@ -6,6 +6,7 @@ from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
 from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.solve import Change, changed, fits_coarsest
+from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import shipped_recipes
 
@@ -37,6 +38,8 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
             distance = -architecture.parameters, is_longer, words != (), other_method, other_machine
             candidates.append((distance, shipped, changed(loaded, words), words, architecture))
     for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):
+        if contradictions(loaded.recipe):
+            continue
         settings = settings_of(loaded.recipe, architecture.vocab_size)
         if fits_coarsest(architecture, settings, question.hardware):
             is_own = shipped.path.resolve() == question.loaded.path.resolve()

@@ -331,6 +331,12 @@ class Plan:
         return tokens / most_s, tokens / least_s
 
     @property
+    def dollars_per_billion_tokens(self) -> float | None:
+        """None where the machine's price is not known."""
+        price = self.question.hardware.price
+        return None if price is None else price / 3600 * 1e9 / self.tokens_per_s
+
+    @property
     def warning(self) -> str | None:
         """Sentence for the user where the recipe's dealing costs the host much; None: it does not."""
         pipeline, costs = self.question.loaded.recipe.pipeline, self.question.costs
@@ -348,6 +354,13 @@ class Plan:
     def band(self) -> Band:
         """How far `step_s` and `tokens_per_s` may be off."""
         return band_of(self.question.architecture, self.question.settings, self.question.hardware)
+
+
+def priced(plan: Plan, price: float | None) -> Plan:
+    """The plan on a machine of so many dollars per hour; None: as its description says."""
+    question = plan.question
+    hardware = replace(question.hardware, price=question.hardware.price if price is None else price)
+    return replace(plan, question=replace(question, hardware=hardware))
 
 
 def make_plan(
@@ -552,28 +565,26 @@ def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> S
                 steps[one] = _known_step(with_auto_cache(question, verdict)[0], one).step_s
         return steps[one]
 
-    def even(forward: int, backward: int, beside_head: int, per_round: int) -> StageCut:
-        """The cut into stages of so many blocks."""
-        return StageCut(*even_cut(count, forward, backward, beside_head=beside_head), per_round, explanation=(why,))
+    def even(shape: tuple[int, ...]) -> StageCut:
+        """The cut by (blocks of a forward stage, of a backward stage, beside the head, microbatches per round)."""
+        return StageCut(*even_cut(count, *shape[:2], beside_head=shape[2]), shape[3], explanation=(why,))
 
-    sizes = sorted({max(1, widest * part // 4) for part in range(1, 5)})
-    rounds = sorted({question.num_workers, enough})
-    shapes = [
-        {"forward": blocks, "backward": blocks, "beside_head": 0, "per_round": per_round}
-        for blocks in sizes
-        for per_round in ([_longest_round(question, even(blocks, blocks, 0, 1))] if least_round else rounds)
-        if per_round >= least_round
-    ]
-    if least_round:
-        shapes = shapes[:2]  # each takes as long as the whole search; the finest of them have won
+    def longest(shape: tuple[int, ...]) -> int:
+        return _longest_round(question, even(shape))
+
+    shapes = []
+    for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
+        shape = blocks, blocks, 0
+        rounds = [longest((*shape, 1))] if least_round else sorted({question.num_workers, enough})
+        shapes += [(*shape, per_round) for per_round in rounds if per_round >= least_round]
+    # with a least round each takes as long as the whole search; the finest of them have won
+    shapes = shapes[:2] if least_round else shapes
     if not shapes:
         return cut
-    best = min(shapes, key=lambda shape: step_s(even(**shape)))
-    longest = _longest_round(question, even(**best))
-    changes = {"beside_head": 1}, {"per_round": longest}, {"forward": best["forward"] + 1}
-    for change in changes:  # what may gain, one after the other
-        best = min(best, {**best, **change}, key=lambda shape: step_s(even(**shape)))
-    return min(cut, even(**best), key=step_s)
+    best = min(shapes, key=lambda shape: step_s(even(shape)))
+    for place, value in ((2, 1), (3, longest(best)), (0, best[0] + 1)):  # what may gain, one after the other
+        best = min(best, (*best[:place], value, *best[place + 1 :]), key=lambda shape: step_s(even(shape)))
+    return min(cut, even(best), key=step_s)
 
 
 def _longest_round(question: PlanRequest, cut: StageCut) -> int:

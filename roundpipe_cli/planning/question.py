@@ -29,19 +29,22 @@ from roundpipe_cli.costs.memory import (
 from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
 from roundpipe_cli.costs.nvidia_smi import require_memory, visible_gpus
 from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import ContradictionError, RefusedError
 from roundpipe_cli.model.files.quantization import quantization_settings
 from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, file_tensors, find_shards, read_json
 from roundpipe_cli.planning.admission import (
     check_configuration,
     check_model,
+    chunk_obstacle,
     has_weights,
     holds_weights,
 )
 from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, best_number, chunk_counts, in_chunks
 from roundpipe_cli.planning.token_budget import budgets, fastest, for_processors
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
+from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.timeline import Timeline, busy_s
@@ -297,7 +300,7 @@ def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
     """The question for another recipe of the same model and machine, which are not looked for again.
 
     Raises:
-        RefusedError: the recipe asks for what this model cannot do.
+        RefusedError: the recipe asks for what this model cannot do, or for what does not go together.
     """
     return question if loaded.recipe in (question.given.recipe, question.loaded.recipe) else ask_anew(question, loaded)
 
@@ -305,6 +308,8 @@ def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
 def ask_anew(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
     """As `ask_again`, without what a plan made of the question: a cache of weights, fewer cards."""
     found, source, answers = question.found, question.machine_source, question.answers
+    if problems := contradictions(loaded.recipe):
+        raise ContradictionError(problems)
     check_configuration(found, loaded.recipe)
     return _decided(loaded, found, question.architecture, question.machine, source=source, answers=answers)
 
@@ -332,6 +337,11 @@ def _decided(
         machine = _noting(machine, slow)
     machine = _leaving_gaps(machine, settings)
     choices: tuple[str, ...] = ()
+    if recipe.pipeline.sequence_chunks == "auto":
+        count, why = _auto_chunks(recipe, found, (architecture, settings, machine), answers)
+        recipe, choices = in_chunks(recipe, count), tuple(filter(None, [why]))
+    elif recipe.pipeline.num_chunks > 1:
+        recipe = in_chunks(recipe, recipe.pipeline.num_chunks)
     if recipe.micro_batch_tokens == "auto":
         figures = recipe, architecture, settings, machine
         tokens = (
@@ -345,14 +355,14 @@ def _decided(
             )
         )
         recipe = _with_budget(recipe, tokens)
-        loaded, choices = replace(loaded, recipe=recipe), (describe_budget(recipe, machine),)
+        choices = *choices, describe_budget(recipe, machine)
     case, unpacking, reads_disk = _stated(recipe, architecture, settings, machine)
     return PlanRequest(
         architecture,
         case.settings,
         case.hardware,
         case.analytic,
-        loaded=loaded,
+        loaded=replace(loaded, recipe=recipe),
         reads_disk=reads_disk,
         machine_source=source,
         choices=choices,
@@ -369,9 +379,10 @@ def _stated(
 ) -> tuple[Case, Unpacking | None, bool]:
     """The case with all decided that the recipe leaves open beside its microbatches: how packed weights are unpacked,
     and whether weights are read from the disk in every round."""
-    if recipe.token_budget is not None:
-        size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
-        settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
+    chunks, by_tokens = recipe.pipeline.num_chunks, recipe.token_budget is not None
+    settings = replace(settings, sequence_chunks=chunks, counts_tokens=by_tokens)
+    size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step * chunks
+    settings = replace(settings, micro_batch_size=size, num_microbatches=count)
     case = case_of(architecture, settings, machine)
     if recipe.weights == "auto":
         case = choose_tier(case)
@@ -383,6 +394,39 @@ def _stated(
         return case, unpacking, False
     from_disk = _read_from_disk(case)
     return from_disk, unpacking, from_disk.analytic is not case.analytic
+
+
+def _auto_chunks(
+    recipe: Recipe,
+    found: FoundConfig,
+    figures: tuple[Architecture, TrainingSettings, Hardware],
+    answers: Answers | None,
+) -> tuple[int, str | None]:
+    """The value of `sequence_chunks: auto`, and a line that says so where rows do not fit whole."""
+    architecture, settings, machine = figures
+
+    def case(count: int, devices: tuple[Device, ...]) -> Case:
+        one, disk_bytes = in_chunks(recipe, count), None if on_cpu else machine.disk_free_bytes
+        if count == 1 and recipe.micro_batch_tokens == "auto":
+            one = _with_budget(one, one.tokens_of_full_row)
+        return _stated(one, architecture, settings, replace(machine, devices=devices, disk_free_bytes=disk_bytes))[0]
+
+    def work() -> int:
+        return best_number(recipe, {count: case(count, cards[0]) for count in chunk_counts(recipe.max_seq_length)})
+
+    on_cpu = all(device.is_cpu for device in machine.devices)
+    cards = [machine.devices[:1]] if on_cpu else [machine.devices, *larger_cards(machine.devices)]
+    if architecture.is_guess or any(judge_coarsest(case(1, devices)).fits for devices in cards):
+        return 1, None
+    what = f"rows of {recipe.max_seq_length:,} tokens do not fit whole"
+    if (obstacle := chunk_obstacle(found.config, recipe)) is not None:
+        return 1, f"{CHUNKS_KEY}=1: {what}, and chunks are not possible: {obstacle}"
+    key = "chunks", recipe, *figures
+    count = work() if answers is None else answers.once(key, work, lambda number: {"n": number}, itemgetter("n"))
+    if count == 1:
+        return 1, f"{CHUNKS_KEY}=1: {what}, nor in chunks"
+    how = "for processors, whatever the number of workers" if on_cpu else f"fastest on {_cards(machine)}"
+    return count, f"{CHUNKS_KEY}={count}: {how}, {-(-recipe.max_seq_length // count):,} tokens each: {what}"
 
 
 def _with_budget(recipe: Recipe, tokens: int) -> Recipe:
@@ -414,9 +458,15 @@ def describe_budget(recipe: Recipe, machine: Hardware | None) -> str:
         return f"micro_batch_tokens={tokens}: {rows}, for want of the model's figures"
     if all(device.is_cpu for device in machine.devices):
         return f"micro_batch_tokens={tokens}: {rows}, for processors, whatever the number of workers"
+    return (
+        f"micro_batch_tokens={tokens}: fastest on {_cards(machine)} ({rows}); write it down for the same bits elsewhere"
+    )
+
+
+def _cards(machine: Hardware) -> str:
+    """`8x4090`."""
     cards = Counter(device.name.removeprefix("rtx-") for device in machine.devices)
-    words = "+".join(f"{count}x{name}" for name, count in cards.items())
-    return f"micro_batch_tokens={tokens}: fastest on {words} ({rows}); write it down for the same bits elsewhere"
+    return "+".join(f"{count}x{name}" for name, count in cards.items())
 
 
 def _skips(recipe: Recipe, case: Case) -> bool:
@@ -525,10 +575,15 @@ def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
     Stages are sized for the smallest device, since every stage may run on every worker; without the small ones they may
     be larger, and so may what fits.
     """
-    devices = question.hardware.devices
+    for kept in larger_cards(question.hardware.devices):
+        yield on_devices(question, kept)
+
+
+def larger_cards(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
+    """The GPUs of more memory only, once for each memory size that the others fall short of."""
     sizes = sorted({device.memory_bytes for device in devices if not device.is_cpu})
     for least in sizes[1:]:
-        yield with_cards_of(question, least)
+        yield tuple(device for device in devices if device.memory_bytes >= least)
 
 
 def with_cards_of(question: PlanRequest, least_bytes: int) -> PlanRequest:

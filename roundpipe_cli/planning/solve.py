@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -29,6 +29,8 @@ from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.admission import chunk_obstacle
+from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, chunk_counts
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import (
     PlanRequest,
@@ -49,6 +51,11 @@ MAX_MICRO_BATCH = 1 << 16
 NUM_CHANGES = 3
 MLP_CHUNK_TOKENS = 4096
 """Tokens that keep large products busy; with 8 of 128 experts a token, each expert gets 256 rows."""
+IN_CHUNKS = "each row in chunks that follow each other; other bits"
+WORTH_CHUNKS = 1.05
+"""Chunks are named for rows that fit whole if they make it so many times as fast."""
+LONG_ROW = 8192
+"""Rows of so many tokens have chunks that keep GPUs busy."""
 WORTH = 1.1
 """A change that leaves a plan slow is named if it makes it so many times as fast."""
 HOST_LEFT = 0.05
@@ -99,6 +106,10 @@ class Solution:
     """Settings that would fit; None: not even the smallest value does."""
 
     max_seq_length: int | None
+    """Up to the model's own limit."""
+    longest: Mapping[str, tuple[int, int]]
+    """(tokens, the fewest chunks) of the longest sequence that memory holds, the model's limit aside, by the change
+    with which it does; `""`: all else equal."""
     micro_batch_size: int | None
     changes: tuple[Change, ...]
     """Changes that make the recipe fit, or faster where it is slow; empty where it is neither."""
@@ -115,8 +126,11 @@ def solve(plan: Plan) -> Solution:
         changes += islice(good, NUM_CHANGES - len(changes))
     cache = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
     settings = replace(question.settings, weight_cache_bytes=0 if cache == "auto" else cache)
+    lengths = longest_sequences(question)
+    limit = question.architecture.max_position_embeddings or MAX_SEQUENCE_TOKENS
     return Solution(
-        max_seq_length=longest_sequence(question.architecture, settings, question.hardware),
+        max_seq_length=min(limit, lengths[""][0]) if lengths else None,
+        longest=lengths,
         micro_batch_size=largest_micro_batch(question.architecture, settings, question.hardware),
         changes=tuple(changes),
     )
@@ -127,6 +141,18 @@ def remedies(plan: Plan) -> tuple[Change, ...]:
     if summary_of(plan).word == "FITS":
         return ()
     return best_remedies(plan.question, plan if plan.verdict.fits else None)
+
+
+def faster_in_chunks(plan: Plan) -> tuple[Change, ...]:
+    """The number of chunks with which rows that fit whole are faster by `WORTH_CHUNKS`; none where none is."""
+    question, recipe = plan.question, plan.question.given.recipe
+    is_open = recipe.pipeline.sequence_chunks == "auto" and question.settings.sequence_chunks == 1
+    waits = plan.bubble_ratio > 1 - 1 / WORTH_CHUNKS and recipe.max_seq_length >= LONG_ROW and question.gpus
+    if not (is_open and waits and plan.verdict.fits) or chunk_obstacle(question.found.config, recipe):
+        return ()
+    tried = [Change((f"{CHUNKS_KEY}={count}",), IN_CHUNKS, 0.15) for count in chunk_counts(recipe.max_seq_length)[1:4]]
+    best = max(filter(None, (_with_speed(question, one) for one in tried)), key=lambda one: one.speed, default=AS_IS)
+    return (best,) if best.speed >= WORTH_CHUNKS * plan.tokens_per_s else ()
 
 
 def best_remedies(question: PlanRequest, now: Plan | None) -> tuple[Change, ...]:
@@ -153,18 +179,19 @@ def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
     ladder = _against_need(question, precision, from_disk=False)
     if waits:
         ladder = _against_waiting(question, precision)
-    is_found = False
+    found = list[set[str]]()
     for change in ladder:
         planned = _with_speed(question, change)
         if planned is None or (now is not None and change != precision and planned.speed < now.tokens_per_s):
             continue
         if now is None or planned.word == "FITS":
-            is_found = True
+            found.append(set(planned.overrides))
             yield planned
     if now is None:
         ladder = _against_need(question, precision, from_disk=True)
-        yield from filter(None, (_with_speed(question, change) for change in ladder))
-    elif not is_found and precision is not None and precision.overrides:
+        ladder = (one for one in ladder if not any(enough <= set(one.overrides) for enough in found))
+        yield from filter(None, (_with_speed(question, one) for one in ladder))
+    elif not found and precision is not None and precision.overrides:
         yield precision
 
 
@@ -182,7 +209,7 @@ def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
     """
     settings = replace(_as_asked(question), weights_on_disk=False)
     trials = [_Trial(question, one, now) for one in _precisions(question)]
-    held = [one for one in trials if _fits(question, question.architecture, one.change.apply(settings))]
+    held = [one for one in trials if _fits(question, one.change.apply(settings))]
     for tier in product((False, True), (False, True)):
         for trial in (tried := trials if tier[0] else held):
             own = (1 / (1 - SLOWER)) * trial.tokens_per_s(tier)
@@ -252,8 +279,12 @@ def _with_speed(question: PlanRequest, change: Change) -> Change | None:
 
 
 def _as_planned(change: Change, plan: Plan | None) -> Change | None:
-    """The change with its plan's verdict and speed."""
-    return None if plan is None else replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    """The change with its plan's verdict and speed, and the number of chunks that it found."""
+    if plan is None:
+        return None
+    number = f"{CHUNKS_KEY}={plan.question.settings.sequence_chunks}"
+    overrides = tuple(number if text == f"{CHUNKS_KEY}=auto" else text for text in change.overrides)
+    return replace(change, overrides=overrides, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
 
 
 def _planned(question: PlanRequest, change: Change) -> Plan | None:
@@ -271,7 +302,7 @@ def _fitting_plan(question: PlanRequest) -> Plan | None:
 
 
 def _asked(question: PlanRequest, change: Change) -> PlanRequest:
-    """The question with a change."""
+    """The question with a change; refused where it does not go with other keys of the recipe, or with the model."""
     given, machine = question.given, change.machine or question.machine
     loaded = changed(given, change.overrides)
     if loaded.recipe.model == given.recipe.model and change.machine is None:
@@ -280,7 +311,7 @@ def _asked(question: PlanRequest, change: Change) -> PlanRequest:
 
 
 def changed(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> LoadedRecipe:
-    """The recipe with the overrides of a change, which need no check."""
+    """The recipe with the overrides of a change, unchecked."""
     recipe = loaded.recipe
     for text in overrides:
         (key, *inner), value = parse_override(text, "a change")
@@ -294,6 +325,8 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
     """The settings without what was decided for lack of memory, or to use what is spare."""
     recipe, settings = question.loaded.recipe, question.settings
     cache = recipe.pipeline.weight_cache
+    if question.given.recipe.pipeline.sequence_chunks == "auto":
+        settings = replace(settings, sequence_chunks=1, num_microbatches=settings.num_sequences)
     if question.given.recipe.micro_batch_tokens == "auto":
         count = recipe.rows_per_step * settings.sequence_chunks  # `auto` takes a row where there is no room for more
         settings = replace(settings, micro_batch_size=1, num_microbatches=count, counts_tokens=False)
@@ -305,10 +338,21 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
     )
 
 
-def longest_sequence(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
-    """Tokens of the longest sequence that fits, all else equal, up to the model's own limit."""
-    limit = architecture.max_position_embeddings or MAX_SEQUENCE_TOKENS
-    return _largest(limit, lambda tokens: fits_coarsest(architecture, _with_length(settings, tokens), hardware))
+def longest_sequences(question: PlanRequest) -> dict[str, tuple[int, int]]:
+    """See `Solution.longest`: all else equal, and where they are longer so, with the feed-forward part in pieces and,
+    with LoRA, in the next lower precision; empty where none fits."""
+    settings, found = _as_asked(question), dict[str, tuple[int, int]]()
+    changes = [one for one in _candidates(question) if one.overrides == (f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}",)]
+    changes += _smaller_precisions(question)[:1] if settings.method == "lora" else []
+    for change in (AS_IS, *changes):
+        own = change.apply(settings)
+        tokens = _largest(MAX_SEQUENCE_TOKENS, lambda length, own=own: _fits(question, _with_length(own, length)))
+        if tokens is None:
+            break
+        fitting = (one for one in _open_chunks(question, _with_length(own, tokens)) if _fits_cards(question, one))
+        if change is AS_IS or tokens > found[""][0]:
+            found[" ".join(change.overrides)] = tokens, next((one.sequence_chunks for one in fitting), 1)
+    return found
 
 
 def fits_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> bool:
@@ -316,12 +360,34 @@ def fits_coarsest(architecture: Architecture, settings: TrainingSettings, hardwa
     return judge_coarsest(case_of(architecture, settings, hardware)).fits
 
 
-def _fits(question: PlanRequest, architecture: Architecture, settings: TrainingSettings) -> bool:
+def _fits(question: PlanRequest, settings: TrainingSettings, architecture: Architecture | None = None) -> bool:
+    """Whether the settings fit, or in the most chunks where the recipe leaves their number open.
+
+    Args:
+        architecture: of another model than the question's.
+    """
+    whole, *chunked = _open_chunks(question, settings)
+    return any(_fits_cards(question, one, architecture) for one in (*chunked[-1:], whole))
+
+
+def _fits_cards(question: PlanRequest, settings: TrainingSettings, architecture: Architecture | None = None) -> bool:
     """`fits_coarsest` on the question's devices, or where a plan may leave some out on those of most memory."""
-    machines = [question.hardware]
+    machines, model = [question.hardware], architecture or question.architecture
     if not question.lists_devices:
         machines += [fewer.hardware for fewer in without_small_cards(question)][-1:]
-    return any(fits_coarsest(architecture, settings, machine) for machine in machines)
+    return any(fits_coarsest(model, settings, machine) for machine in machines)
+
+
+def _open_chunks(question: PlanRequest, settings: TrainingSettings) -> Iterator[TrainingSettings]:
+    """The settings, and with rows in chunks where the recipe leaves their number open."""
+    yield settings
+    recipe = question.given.recipe
+    if recipe.pipeline.sequence_chunks == "auto" and chunk_obstacle(question.found.config, recipe) is None:
+        yield from (_chunked(settings, count) for count in chunk_counts(settings.max_seq_length))
+
+
+def _chunked(settings: TrainingSettings, count: int) -> TrainingSettings:
+    return replace(settings, sequence_chunks=count, num_microbatches=settings.num_sequences * count)
 
 
 def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
@@ -359,12 +425,12 @@ def _against_need(question: PlanRequest, precision: Change | None, *, from_disk:
         precision: of `best_precision`, the only one that is named alone.
         from_disk: frozen weights are read from the disk in every round; otherwise host memory holds them.
     """
-    architecture, recipe = question.architecture, question.loaded.recipe
+    recipe = question.loaded.recipe
     base = replace(_as_asked(question), weights_on_disk=False)
 
     def fits(settings: TrainingSettings) -> bool:
         on_disk = from_disk and settings.method == "lora"
-        return _fits(question, architecture, replace(settings, weights_on_disk=on_disk))
+        return _fits(question, replace(settings, weights_on_disk=on_disk))
 
     steps = list(_candidates(question))
     opening = AS_IS
@@ -442,6 +508,11 @@ def _candidates(question: PlanRequest) -> Iterator[Change]:
             each = fewer * settings.sequence_chunks
         apply = partial(replace, micro_batch_size=smaller, num_microbatches=each)
         yield Change(overrides, "the same rows a step, in smaller pieces", rank, apply=apply)
+    recipe, counts = question.given.recipe, chunk_counts(settings.max_seq_length)
+    is_given = recipe.pipeline.sequence_chunks != "auto" and settings.sequence_chunks < max(counts, default=1)
+    if is_given and chunk_obstacle(question.found.config, recipe) is None:
+        apply = partial(_chunked, count=counts[-1])
+        yield Change((f"{CHUNKS_KEY}=auto",), IN_CHUNKS, 0.15, apply=apply)
     if settings.head_chunk_tokens > 256:
         yield _setting("head_chunk_tokens", 256, "the head's logits in smaller pieces", rank=0.2)
     if settings.tokens_per_mlp_call > MLP_CHUNK_TOKENS:
@@ -545,7 +616,7 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
         (one for one in known if one is not None and one.parameters < own.parameters), key=lambda one: -one.parameters
     )
     for number, other in enumerate(smaller):
-        if is_large_for_cpu(hardware, other.parameters) or not _fits(question, other, least):
+        if is_large_for_cpu(hardware, other.parameters) or not _fits(question, least, other):
             continue
         change = Change((f"model={other.name}",), f"{format_count(other.parameters)} parameters", 5.0 + 0.1 * number)
         planned = _with_speed(question, change)

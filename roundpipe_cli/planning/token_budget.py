@@ -94,7 +94,7 @@ def _by_formula(recipe: Recipe, case: Case) -> float:
     if recipe.pipeline.binds_stages:
         return _bound_s(case, one_stage_each=SCHEDULE_KINDS[recipe.pipeline.schedule].one_stage_each)
     streamed_s = _streamed_s(case)
-    if case.settings.method == "full":
+    if case.settings.method == "full" and case.settings.sequence_chunks == 1:
         return _simulated_s(case, streamed_s)
     return min(streamed_s, _resident_s(case) if recipe.may_hold_all_weights else math.inf)
 
@@ -108,12 +108,13 @@ def for_processors(recipe: Recipe, case_of_one: Callable[[int], Case]) -> int:
     """
     row, per_step = recipe.tokens_of_full_row, recipe.rows_per_step
     for rows in range(max(1, CPU_TOKENS // row), 1, -1):
-        if per_step // rows >= MIN_MICROBATCHES and not per_step % rows and _has_room(case_of_one(rows * row)):
+        if per_step // rows >= MIN_MICROBATCHES and not per_step % rows and suits_processors(case_of_one(rows * row)):
             return rows * row
     return row
 
 
-def _has_room(case: Case) -> bool:
+def suits_processors(case: Case) -> bool:
+    """Whether the host has room for several workers as this one."""
     kept = replace(coarsest_cut(case), microbatches_per_round=min(MICROBATCHES_KEPT, case.settings.num_microbatches))
     need = device_need(case, *even_cut(len(case.costs.layers), 1, 1))
     return judge(case, kept).fits and need.total_bytes <= CPU_SHARE * usable_host_bytes(case.hardware)

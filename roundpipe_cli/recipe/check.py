@@ -486,6 +486,13 @@ MIN_CHUNK_TOKENS = 8
 milliseconds of Python, whatever it holds."""
 
 
+def contradictions(recipe: Recipe) -> list[Problem]:
+    """Problems of a recipe whose values do not go together."""
+    findings = Findings({})
+    find_contradictions(recipe, findings)
+    return findings.problems
+
+
 def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
     _find_preference_problems(recipe, findings)
@@ -536,10 +543,6 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
 
 def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
     path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
-    if recipe.micro_batch_tokens is not None and recipe.pipeline.num_chunks > 1:
-        what = "microbatches of chunked sequences are not filled by tokens"
-        hint = "delete the line micro_batch_tokens, or pipeline.sequence_chunks=1"
-        findings.add(path, what, found=f"pipeline.sequence_chunks: {recipe.pipeline.num_chunks}", hint=hint)
     if recipe.token_budget is not None and recipe.token_budget < row:
         what = "a row of max_seq_length tokens does not fit into a microbatch"
         each = f"{recipe.max_seq_length} tokens" + (" for each answer of a pair" if recipe.trains_pairs else "")
@@ -601,23 +604,28 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         findings.add(("method",), f"objective {objective} needs method lora", found=recipe.method, hint=why)
 
 
-def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
-    pipeline = recipe.pipeline
-    if pipeline.num_chunks == 1:
-        return
-    kept = "activations of chunks are always recomputed"
+def chunk_clashes(recipe: Recipe) -> list[tuple[str, str]]:
+    """(key, why) of what the recipe asks for and sequences in chunks cannot have, whatever their number."""
+    kept, pipeline = "activations of chunks are always recomputed", recipe.pipeline
     bound = "all chunks go forward before one goes backward"
     clashes = (
+        (recipe.token_budget is not None, "micro_batch_tokens", "chunked sequences are not counted by tokens"),
         (recipe.trains_pairs, "objective", "pairs are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
         (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),
         (pipeline.recompute == "none", "pipeline.recompute", kept),
         (pipeline.keep_activations not in ("auto", 0), "pipeline.keep_activations", kept),
     )
-    for clash, key, why in clashes:
-        if clash:
-            what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
-            findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
+    return [(key, why) for clash, key, why in clashes if clash]
+
+
+def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
+    pipeline = recipe.pipeline
+    if pipeline.num_chunks == 1:
+        return
+    for key, why in chunk_clashes(recipe):
+        what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
+        findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
     most = max(1, recipe.max_seq_length // MIN_CHUNK_TOKENS)
     if pipeline.num_chunks > most:
         findings.add(

@@ -657,9 +657,7 @@ def _fill_defaults(data: dict[str, Any], stem: str) -> None:
     """Write the defaults into `data`, so that references to keys that are not given work."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-") or "recipe"
     data.setdefault("output_dir", f"outputs/{safe}")
-    pipeline = data.get("pipeline")
-    chunks = pipeline.get("sequence_chunks") if isinstance(pipeline, dict) else None
-    if "micro_batch_size" in data or (isinstance(chunks, int) and chunks > 1):
+    if "micro_batch_size" in data:
         data.setdefault("micro_batch_tokens", None)
     kind = trained_kind(data.get("method"), data.get("objective"))
     data.setdefault("learning_rate", DEFAULT_LEARNING_RATES[kind])

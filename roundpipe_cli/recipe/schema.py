@@ -327,9 +327,10 @@ class PipelineConfig:
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
     chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks).
     Packed rows are cut wherever a chunk ends. Not with preference pairs, kept activations or recurrent blocks (but
-    gated delta rules, as Qwen3.5 has them). Four chunks a worker keep the bubble small. A chunk has at least 8 tokens
-    of `max_seq_length`; shorter rows that are not packed are padded to a token a chunk.
-    `auto` is 1."""
+    gated delta rules, as Qwen3.5 has them). A chunk has at least 8 tokens of `max_seq_length`; shorter rows that are
+    not packed are padded to a token a chunk. `auto` is 1 where rows fit whole, otherwise the fastest of 2, 4, 8, 16 and
+    32 that fits, by prediction for these cards; the saved recipe holds the number. On processors it is one for which
+    several workers have room, whatever their number."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`
@@ -437,8 +438,8 @@ class Recipe:
     same, only their grouping changes, so its loss differs by rounding; of short rows it still has 4 microbatches, or as
     many as of full ones if those are fewer. `auto` is the fastest of 1024, 2048, 4096, 8192 and 16384 that fits, by
     prediction for these cards and their number; the saved recipe holds the number, for the same bits elsewhere. On
-    processors it is up to 2048, whatever their number. null is `micro_batch_size` rows, and the default beside that key
-    and beside `pipeline.sequence_chunks`."""
+    processors it is up to 2048, whatever their number. null is `micro_batch_size` rows, the default beside that key;
+    so is `auto` for rows in `pipeline.sequence_chunks`."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
     null leaves it to the epochs."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Tell, run_clock, tell_notices
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.head import loss_name
 from roundpipe_cli.model.trained_on import check_trained_on
-from roundpipe_cli.planning.question import PlanRequest
+from roundpipe_cli.planning.question import PlanRequest, ask_again
+from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.checkpoint.output_dir import (
@@ -99,6 +101,7 @@ def run_finetune(
         checkpoint = nodes.share_checkpoint(checkpoint)
         if checkpoint is not None:
             loaded = as_decided(loaded, checkpoint.meta["recipe"])
+            _check_kept_chunks(loaded, asked)
         else:
             tell_notices(tell, loaded.rate_note)
         with watching(recipe.watchdog_s):
@@ -158,3 +161,10 @@ def _check_base(setup: Setup, checkpoint: Checkpoint | None, loaded: LoadedRecip
     elif (folder := start_folder(loaded)) is not None:
         same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
         tell_notices(tell, same(folder, setup.source, allowed=start.allow_other_base))
+
+
+def _check_kept_chunks(loaded: LoadedRecipe, asked: PlanRequest | None) -> None:
+    """Refuse to go on with the chunks with which a run began where this machine's memory needs more of them."""
+    if asked is not None and asked.loaded.recipe.pipeline.num_chunks > loaded.recipe.pipeline.num_chunks:
+        with suppress(RefusedError):  # another check reports what is wrong
+            check_fits(ask_again(asked, loaded))

@@ -37,7 +37,7 @@ from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.search.ranges import even_cut
-from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence
+from roundpipe_cli.planning.solve import largest_micro_batch
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options
@@ -239,10 +239,9 @@ def test_longest_sequences_are_near_the_published_ones() -> None:
     published = json.loads((FACTS / "published_throughput.json").read_text())["longest sequence on 8x RTX 4090, tokens"]
     for model, key in ((LLAMA, "Llama-3.1-8B full"), (QWEN, "Qwen3-32B full")):
         case = ask(model, "8x4090,host_memory_gib=2048", method="full", dtype="float16", num_microbatches=1)
-        ours = longest_sequence(case.architecture, case.settings, case.hardware)
         theirs = int(published[key].split("k")[0]) * 1000
-        assert ours is not None
-        assert 0.6 * theirs <= ours <= 1.15 * theirs, model
+        assert judge_coarsest(changed(case, max_seq_length=int(0.6 * theirs))).fits, model
+        assert not judge_coarsest(changed(case, max_seq_length=int(1.15 * theirs))).fits, model
 
 
 @pytest.mark.covering(1)
@@ -250,15 +249,10 @@ def test_longest_sequences_are_near_the_published_ones() -> None:
 @pytest.mark.parametrize("model", [LLAMA, "openai/gpt-oss-20b", "google/gemma-3-12b-pt"])
 def test_what_solve_finds_fits_and_one_more_does_not(model: str, hardware: str) -> None:
     case = ask(model, hardware)
-    parts = case.architecture, case.settings, case.hardware
-    for key, limit, value in (
-        ("max_seq_length", case.architecture.max_position_embeddings, longest_sequence(*parts)),
-        ("micro_batch_size", None, largest_micro_batch(*parts)),
-    ):
-        assert value is not None
-        assert judge_coarsest(changed(case, **{key: value})).fits
-        if value != limit:
-            assert not judge_coarsest(changed(case, **{key: value + 1})).fits
+    value = largest_micro_batch(case.architecture, case.settings, case.hardware)
+    assert value is not None
+    assert judge_coarsest(changed(case, micro_batch_size=value)).fits
+    assert not judge_coarsest(changed(case, micro_batch_size=value + 1)).fits
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,15 @@ def test_long_sequences_of_many_experts_fit_in_chunks(recipe: Path, monkeypatch:
     """31k tokens in bfloat16 on two 10 GB cards, where the experts' activations alone would fill them."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     words = ("model=Qwen/Qwen3-30B-A3B", *AUTO, "max_seq_length=31744", "gradient_accumulation_steps=8")
-    words += ("dtype=bfloat16", "micro_batch_size=1")
+    words += ("dtype=bfloat16", "micro_batch_size=1", "pipeline.sequence_chunks=1")
     machine = "2x3080,host_memory_gib=256"
     whole = make_plan(load(recipe, *words), machine)
     chunks = make_plan(load(recipe, *words, "mlp_chunk_tokens=4096"), machine)
     assert (whole.verdict.fits, chunks.verdict.fits) == (False, True)
-    assert solve(whole).changes[0].overrides == ("mlp_chunk_tokens=4096",)
+    first, second, *_ = solve(whole).changes
+    assert first.overrides[0].startswith("pipeline.sequence_chunks=") and second.overrides == ("mlp_chunk_tokens=4096",)
+    assert first.speed > second.speed
+    assert any(line.startswith(f"  1. {first.what} (the fastest)") for line in plan_text(whole, solve(whole)))
     assert chunks.bubble_ratio < 0.1
 
 
@@ -287,7 +290,7 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
     """One sequence a step keeps one worker busy, in chunks all of them; a device holds a chunk's activations."""
     words = "8x4090,host_memory_gib=128"
     long = [*AUTO, "model=Qwen/Qwen3-8B", "max_seq_length=131072", "gradient_accumulation_steps=1"]
-    whole = make_plan(load(recipe, *long), words)
+    whole = make_plan(load(recipe, *long, "pipeline.sequence_chunks=1"), words)
     chunks = make_plan(load(recipe, *long, "pipeline.sequence_chunks=32", "pipeline.head_workers=8"), words)
     assert chunks.step_s < whole.step_s / 3 and chunks.bubble_ratio < 0.3
     assert chunks.cut.backward_stages[0][0] == chunks.cut.backward_stages[0][1], "the head is alone in its stage"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.plan import comparison_lines, plan_document, row_document, show_comparison
+from roundpipe_cli.cli.plan import comparison_lines, plan_document, row_document, show_comparison, verdict_lines
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
-from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.predict import make_plan, priced
 from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans, summary_of
 from roundpipe_cli.recipe.load import load_recipe
 
@@ -130,3 +130,26 @@ def test_a_verdict_names_the_assumed_figures_that_it_rests_on(
         given = f"{machine}:{option}={value}" if option.startswith("pcie") else f"{machine},{option}={value}"
         again = summary_of(make_plan(load_recipe(recipe, overrides), given))
         assert again.word == word and f"set {option}=" not in " ".join(again.reasons), "the same figure, given"
+
+
+def test_a_price_gives_the_cost_of_the_run_and_of_a_billion_tokens(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the machine's description, or by `--price` for all."""
+    words = [*STAGES, "hardware=1x4090,price=0.5,2x4090"]
+    first, second = sorted(compare_plans(recipe, words, None, None, tell=quiet), key=lambda row: str(row.values))
+    assert first.plan is not None and second.plan is not None and first.values["hardware"] == "1x4090,price=0.5"
+    dollars = 0.5 / 3600 * 1e9 / first.plan.tokens_per_s
+    assert row_document(first)["dollars_per_billion_tokens"] == pytest.approx(dollars)
+    assert row_document(second)["dollars_per_billion_tokens"] is None
+    heading, *lines = comparison_lines([first, second])
+    assert heading.endswith("$/B tokens") and lines[0].endswith(f" {dollars:,.0f}") and lines[1].endswith(" -")
+    show_comparison(recipe, words, None, price=2.0, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["dollars_per_billion_tokens"] * row["tokens_per_s"] == pytest.approx(2 / 3600 * 1e9) for row in rows)
+    plan = priced(first.plan, None)
+    predicted = plan_document(plan, None)["predicted"]
+    assert predicted["dollars_of_run"] > 0 and predicted["dollars_per_billion_tokens"] == pytest.approx(dollars)
+    said = f"  cost            ${predicted['dollars_of_run']:,.2f} for the run, ${dollars:,.0f} for a billion tokens"
+    assert f"{said}, at $0.5 an hour" in verdict_lines(plan)
+    assert not any("cost " in line for line in verdict_lines(second.plan))

@@ -128,3 +128,15 @@ def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, two
     assert len(tokens) == 2 and min(tokens) > 2 * 120, "two rows that are not packed have fewer"
     for words in ("data recipe.yaml", "plan recipe.yaml -v max_seq_length=512"):
         assert "packing (auto): on: rows have" in run(folder, *words.split()).expect(0).out
+
+
+def test_a_resumed_run_keeps_its_number_of_chunks(tmp_path: Path, two_blocks: Path) -> None:
+    """Which decides the last bits, and is written down, as `auto` is where whole rows fit."""
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2, "packing": "auto"}
+    folder = workspace(tmp_path / "chunks", two_blocks, micro_batch_tokens="auto", **shape)
+    finetune(folder, "max_steps=1", "pipeline.sequence_chunks=2").expect(0)
+    finetune(folder, "--resume").expect(0)
+    recipe = resolved(folder)
+    assert (recipe["pipeline"]["sequence_chunks"], recipe["micro_batch_tokens"], recipe["packing"]) == (2, None, False)
+    finetune(folder, "max_steps=1", f"output_dir={tmp_path / 'whole'}").expect(0)
+    assert yaml.safe_load((tmp_path / "whole" / "recipe.yaml").read_text())["pipeline"]["sequence_chunks"] == 1

@@ -138,11 +138,15 @@ def describe_other_bits(saved: Mapping[str, Any], setup: Setup) -> str | None:
 
 
 def as_decided(loaded: LoadedRecipe, saved: Mapping[str, Any]) -> LoadedRecipe:
-    """The recipe with the value of a checkpoint's recipe, `saved`, for each key that is `auto`, and of the learning
-    rate where none is given."""
+    """The recipe with the value of a checkpoint's recipe, `saved`, for each key that is `auto` and decided once, and of
+    the learning rate where none is given."""
     open_keys = [key for key in DECIDED_ONCE if getattr(loaded.recipe, key) == "auto"]
     open_keys += [] if loaded.has_own_rate else ["learning_rate"]
-    found = {key: saved[key] for key in open_keys if key in saved}
+    found: dict[str, Any] = {key: saved[key] for key in open_keys if key in saved}
+    before = saved.get("pipeline")
+    chunks = before.get("sequence_chunks") if isinstance(before, dict) else None
+    if loaded.recipe.pipeline.sequence_chunks == "auto" and isinstance(chunks, int) and chunks > 0:
+        found["pipeline"] = replace(loaded.recipe.pipeline, sequence_chunks=chunks)
     return replace(loaded, recipe=replace(loaded.recipe, **found))
 
 

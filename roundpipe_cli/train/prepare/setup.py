@@ -53,6 +53,7 @@ from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
+from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, in_chunks
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.planning.unpacking import Unpacking
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -110,22 +111,29 @@ def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None
     return None
 
 
-# The value of `micro_batch_tokens: auto` for a run.
+# The values of `sequence_chunks: auto` and `micro_batch_tokens: auto` for a run.
 
 
-def _with_token_budget(
+def _with_microbatches(
     loaded: LoadedRecipe, tell: Tell, smallest: Callable[[int], int], asked: PlanRequest | None
 ) -> LoadedRecipe:
-    """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model."""
-    recipe = loaded.recipe
-    if recipe.micro_batch_tokens != "auto":
+    """The recipe with `sequence_chunks` and `micro_batch_tokens` decided; whole rows, and one of them, where `plan` has
+    no figures of the model."""
+    recipe, found = loaded.recipe, None
+    if "auto" not in (recipe.pipeline.sequence_chunks, recipe.micro_batch_tokens):
         return loaded
-    found = None
     with suppress(RefusedError):  # another check reports what is wrong
         found = ask_here(loaded, asked)
-    tokens = found.loaded.recipe.token_budget if found is not None else None
-    recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
-    tell(Notice(describe_budget(recipe, found.hardware if found is not None else None)))
+    count, tokens = recipe.pipeline.num_chunks, None
+    if found is not None:
+        count, tokens = found.loaded.recipe.pipeline.num_chunks, found.loaded.recipe.token_budget
+        tell_notices(tell, *(text for text in found.choices if text.startswith(CHUNKS_KEY)))
+    if recipe.pipeline.sequence_chunks == "auto":
+        count = -smallest(-count)  # the most that a machine of the run needs
+    recipe = in_chunks(recipe, count)
+    if recipe.micro_batch_tokens == "auto":
+        recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
+        tell(Notice(describe_budget(recipe, found.hardware if found is not None else None)))
     return replace(loaded, recipe=recipe)
 
 
@@ -193,7 +201,7 @@ def prepare(
         ResourceError: not enough host memory (exit code 5).
     """
     settle_heap()
-    loaded = _with_token_budget(loaded, tell, smallest, asked)
+    loaded = _with_microbatches(loaded, tell, smallest, asked)
     recipe = loaded.recipe
     if recipe.packed_as is not None and PACKED_FORMATS[recipe.packed_as].needs_bitsandbytes:
         require_bitsandbytes(f"{PACKED_FORMATS[recipe.packed_as].key}: true")
