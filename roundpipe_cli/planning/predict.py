@@ -36,7 +36,7 @@ from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, has_room, judg
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
-from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
+from roundpipe_cli.schedule.simulate import host_memory_s, simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline
 from roundpipe_cli.units import counted, format_bytes, format_seconds
 
@@ -79,6 +79,8 @@ class SimulatedStep:
     step_s: float
     bubble_ratio: float
     links: LinkBytes
+    host_memory_s: float
+    """Seconds in which the host's memory serves all links, gradients and updates."""
 
 
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
@@ -89,15 +91,17 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     program = _program(question, cut, full)
     one = simulated_ends(program, costs)
     busy, step_s, num_bytes = sum(one.busy_s), one.makespan_s, _link_bytes(program)
+    host_s = host_memory_s(program, costs)[1]
     if full < wanted:
         shorter, growth = _program(question, cut, full - 2 * rounds), (wanted - full) / (2 * rounds)
         fewer = simulated_ends(shorter, costs)
         step_s, busy = step_s + growth * (one.makespan_s - fewer.makespan_s), busy * wanted / full
+        host_s += growth * (host_s - host_memory_s(shorter, costs)[1])
         num_bytes = [
             int(most + growth * (most - less)) for most, less in zip(num_bytes, _link_bytes(shorter), strict=True)
         ]
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
-    return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes))
+    return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes), host_s)
 
 
 def _rounds(question: PlanRequest, cut: StageCut) -> int:
@@ -603,6 +607,7 @@ def _needs_s(question: PlanRequest, step: SimulatedStep, issued_s: float, launch
         "launches": issued_s,
         "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
         "optimizer on the host": sum(layer.optimizer_s for layer in costs.layers),
+        "memory of the host": step.host_memory_s,
     }
 
 

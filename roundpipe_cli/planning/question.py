@@ -379,13 +379,7 @@ def _stated(
 ) -> tuple[Case, Unpacking | None, bool]:
     """The case with all decided that the recipe leaves open beside its microbatches: how packed weights are unpacked,
     and whether weights are read from the disk in every round."""
-    chunks, by_tokens = recipe.pipeline.num_chunks, recipe.token_budget is not None
-    settings = replace(settings, sequence_chunks=chunks, counts_tokens=by_tokens)
-    size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step * chunks
-    settings = replace(settings, micro_batch_size=size, num_microbatches=count)
-    case = case_of(architecture, settings, machine)
-    if recipe.weights == "auto":
-        case = choose_tier(case)
+    case = _tiered(recipe, architecture, settings, machine)
     skips, kept = _skips(recipe, case), _kept_blocks(recipe, case.num_workers)
     settings = replace(case.settings, skip_last_projection=skips, keep_blocks=kept)
     analytic = replace(case.analytic, costs=with_gains(case.costs, settings))
@@ -394,6 +388,15 @@ def _stated(
         return case, unpacking, False
     from_disk = _read_from_disk(case)
     return from_disk, unpacking, from_disk.analytic is not case.analytic
+
+
+def _tiered(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> Case:
+    """The case with the recipe's microbatches, and weights where they have room."""
+    chunks, by_tokens = recipe.pipeline.num_chunks, recipe.token_budget is not None
+    settings = replace(settings, sequence_chunks=chunks, counts_tokens=by_tokens)
+    size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step * chunks
+    case = case_of(architecture, replace(settings, micro_batch_size=size, num_microbatches=count), machine)
+    return choose_tier(case) if recipe.weights == "auto" else case
 
 
 def _auto_chunks(
@@ -407,9 +410,11 @@ def _auto_chunks(
 
     def case(count: int, devices: tuple[Device, ...]) -> Case:
         one, disk_bytes = in_chunks(recipe, count), None if on_cpu else machine.disk_free_bytes
-        if count == 1 and recipe.micro_batch_tokens == "auto":
-            one = _with_budget(one, one.tokens_of_full_row)
-        return _stated(one, architecture, settings, replace(machine, devices=devices, disk_free_bytes=disk_bytes))[0]
+        figures = architecture, settings, replace(machine, devices=devices, disk_free_bytes=disk_bytes)
+        if count > 1:
+            return _stated(one, *figures)[0]
+        budget = one.tokens_of_full_row if recipe.micro_batch_tokens == "auto" else recipe.micro_batch_tokens
+        return _tiered(replace(one, micro_batch_tokens=budget), *figures)
 
     def work() -> int:
         return best_number(recipe, {count: case(count, cards[0]) for count in chunk_counts(recipe.max_seq_length)})

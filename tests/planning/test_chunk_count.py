@@ -76,8 +76,9 @@ def test_the_headline_fits_and_says_how() -> None:
     assert plan_document(plan, None)["sequence_chunks"] == count
 
 
-@pytest.mark.parametrize(("model", "cards"), [("openai/gpt-oss-20b", 8), *swept([("Qwen/Qwen3-32B", 2)])])
-def test_auto_is_within_5_percent_of_the_best_number(model: str, cards: int) -> None:
+@pytest.mark.parametrize("case", [("openai/gpt-oss-20b", 8), *swept([("Qwen/Qwen3-32B", 2)])], ids=str)
+def test_auto_is_within_5_percent_of_the_best_number(case: tuple[str, int]) -> None:
+    model, cards = case
     method, thousands = PUBLISHED[model]
     words = (f"method={method}", f"max_seq_length={thousands * 1024}", "gradient_accumulation_steps=8")
 
@@ -186,7 +187,8 @@ def test_remedies_go_with_the_other_keys_of_the_recipe() -> None:
         ask_anew(plan.question, changed(plan.question.given, words))
 
 
-def test_no_plan_of_the_sweep_ends_in_an_internal_error(tmp_path: Path) -> None:
-    """A few of what `scripts/sweep_plans.py` tries: a shipped model, and types by their tiny configurations."""
-    failed, count = sweep(["HuggingFaceTB/SmolLM2-135M-Instruct"], ["llama"], tmp_path, strength=1)
-    assert not failed and count >= 4 + 1
+def test_no_plan_of_the_sweep_ends_in_an_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of what `scripts/sweep_plans.py` tries."""
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
+    failed, count = sweep(["HuggingFaceTB/SmolLM2-135M-Instruct"], [], tmp_path, strength=1)
+    assert not failed and count >= 4

@@ -60,13 +60,13 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     answer = make_plan(load(recipe, *AUTO), "2x4090")
     document = json.loads(json.dumps(plan_document(answer, None)))
     assert list(document) == [
-        "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "forward_stages",
-        "backward_stages", "layers", "predicted", "assumptions",
+        "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "sequence_chunks",
+        "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
         "step_s", "arithmetic_s", "launches_s", "waiting_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes",
         "host_bytes", "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range",
-        "tokens_per_s_range", "range_rests_on",
+        "tokens_per_s_range", "range_rests_on", "dollars_per_billion_tokens", "dollars_of_run",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32
@@ -78,7 +78,8 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     parts = [predicted[f"{part}_s"] for part in ("arithmetic", "launches", "waiting")]
     assert predicted["step_s"] == pytest.approx(sum(parts)) and min(parts) >= 0
     solved = plan_document(answer, solve(answer))["solve"]
-    assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
+    assert list(solved) == ["max_seq_length", "longest_in_memory", "micro_batch_size", "changes"]
+    assert solved["longest_in_memory"][0]["change"] == "" and solved["longest_in_memory"][0]["tokens"] > 8192
     assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
     assert solved["micro_batch_size"] > 8
 
@@ -122,10 +123,12 @@ def test_long_sequences_of_many_experts_fit_in_chunks(recipe: Path, monkeypatch:
     whole = make_plan(load(recipe, *words), machine)
     chunks = make_plan(load(recipe, *words, "mlp_chunk_tokens=4096"), machine)
     assert (whole.verdict.fits, chunks.verdict.fits) == (False, True)
-    first, second, *_ = solve(whole).changes
+    solution = solve(whole)
+    first, second, *_ = solution.changes
     assert first.overrides[0].startswith("pipeline.sequence_chunks=") and second.overrides == ("mlp_chunk_tokens=4096",)
     assert first.speed > second.speed
-    assert any(line.startswith(f"  1. {first.what} (the fastest)") for line in plan_text(whole, solve(whole)))
+    (marked,) = (line for line in plan_text(whole, solution) if line.endswith(" (the fastest)"))
+    assert f"{max(one.speed for one in solution.changes):,.0f} tokens/s" in marked
     assert chunks.bubble_ratio < 0.1
 
 
@@ -138,7 +141,7 @@ def test_check_exits_with_5_where_it_does_not_fit(recipe: Path) -> None:
     assert [reason.split(":")[0] for reason in document["reasons"]] == ["memory of rtx-2080-ti", "host memory"]
     assert document["predicted"]["step_s"] > 0
     assert document["solve"]["max_seq_length"] is None
-    assert len(document["solve"]["changes"]) == 3
+    assert [change["overrides"] for change in document["solve"]["changes"]] == [["method=lora"], []]
 
 
 def test_words_begin_with_the_verdict(recipe: Path) -> None:

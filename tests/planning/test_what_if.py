@@ -95,6 +95,7 @@ def test_json_holds_the_rows(recipe: str, capsys: pytest.CaptureFixture[str]) ->
     assert [row["values"]["max_seq_length"] for row in rows] in (["32", "64"], ["64", "32"])
     assert set(rows[0]) == {
         *("values", "verdict", "reasons", "rests_on", "device_bytes", "host_bytes", "step_s", "tokens_per_s"),
+        "dollars_per_billion_tokens",
     }
     with pytest.raises(RefusedError, match="hardware is given twice"):
         compare_plans(recipe, ["hardware=1x4090,2x4090"], "1x4090", None, tell=quiet)
