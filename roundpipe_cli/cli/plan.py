@@ -85,12 +85,10 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
 
 def _cost_lines(answer: Plan, length: RunLength) -> list[str]:
     """A line with the cost of the run and of a billion tokens; none where the machine has no price."""
-    price, each = answer.question.hardware.price, answer.dollars_per_billion_tokens
-    if price is None:
-        return []
-    run = cost_of_run(answer, length)
+    run, each = cost_of_run(answer, length), answer.dollars_per_billion_tokens
     of_run = "" if run is None else f"${run:,.2f} for the run, "
-    return [f"  cost            {of_run}${each:,.0f} for a billion tokens, at ${price:g} an hour"]
+    at = f"at ${answer.question.hardware.price} an hour"
+    return [] if each is None else [f"  cost            {of_run}${each:,.0f} for a billion tokens, {at}"]
 
 
 def cost_of_run(answer: Plan, length: RunLength) -> float | None:
@@ -397,8 +395,7 @@ def _solution_lines(answer: Plan, solution: Solution) -> list[str]:
         key, size = "micro_batch_tokens", size and size * recipe.tokens_of_full_row
     most, held = _or_none(solution.max_seq_length), list[str]()
     for change, (tokens, chunks) in solution.longest.items():
-        in_chunks, how = f" in {chunks} chunks" if chunks > 1 else "", f" with {change}" if change else ""
-        held.append(f"{tokens:,}{in_chunks}{how}")
+        held.append(f"{tokens:,}" + f" in {chunks} chunks" * (chunks > 1) + f" with {change}" * bool(change))
     lines = [
         "what would fit",
         f"  longest max_seq_length, all else equal: {most}{bound}",

@@ -24,7 +24,7 @@ CHUNK_COUNTS = (2, 4, 8, 16, 32)
 """Numbers that are tried where whole rows do not fit."""
 
 
-def in_chunks(recipe: Recipe, count: int) -> Recipe:
+def with_chunks(recipe: Recipe, count: int) -> Recipe:
     """The recipe with rows of so many chunks; in more than one, its microbatches have `micro_batch_size` rows."""
     recipe = replace(recipe, pipeline=replace(recipe.pipeline, sequence_chunks=count))
     return recipe if count == 1 or recipe.micro_batch_tokens != "auto" else replace(recipe, micro_batch_tokens=None)
@@ -36,18 +36,14 @@ def chunk_counts(max_seq_length: int) -> list[int]:
 
 
 def best_number(recipe: Recipe, cases: Mapping[int, Case]) -> int:
-    """The fastest on GPUs, of equal ones the fewest. With processors the fewest for which each of several workers has
-    room, or else the most that fit. 1 where none fits.
-
-    Args:
-        cases: the recipe with rows in so many chunks; with processors on one of them.
-    """
+    """The fastest on GPUs, of equal ones the fewest. With processors, of whose cases each has one, the fewest for which
+    several workers have room, or else the most that fit. 1 where none fits."""
     fitting = {count: case for count, case in cases.items() if judge_coarsest(case).fits}
     if not fitting:
         return 1
     if not next(iter(fitting.values())).gpus:
         return next((count for count, case in fitting.items() if suits_processors(case)), max(fitting))
-    times_s = {count: estimated_step_s(in_chunks(recipe, count), case) for count, case in fitting.items()}
+    times_s = {count: estimated_step_s(with_chunks(recipe, count), case) for count, case in fitting.items()}
     best = sorted(times_s, key=times_s.__getitem__)[:NUM_SIMULATED]
     if len(best) > 1 and not recipe.pipeline.binds_stages:
         sequences = max(1, MAX_SIMULATED_CHUNKS // max(best))
@@ -60,6 +56,6 @@ def _simulated_s(recipe: Recipe, case: Case, sequences: int) -> float:
     chunks = case.settings.sequence_chunks
     num_microbatches = min(case.settings.num_microbatches, sequences * chunks)
     counts, limits = (case.num_workers, num_microbatches), stage_limits(case)
-    asked = case_for(in_chunks(recipe, chunks).pipeline, case.costs, counts, limits)
+    asked = case_for(with_chunks(recipe, chunks).pipeline, case.costs, counts, limits)
     cut = chunk_shapes(asked, lambda one: judge(case, one).fits)[0]
     return run_step_s("roundpipe", cut, asked)

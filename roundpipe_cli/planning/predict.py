@@ -573,20 +573,19 @@ def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> S
         """The cut by (blocks of a forward stage, of a backward stage, beside the head, microbatches per round)."""
         return StageCut(*even_cut(count, *shape[:2], beside_head=shape[2]), shape[3], explanation=(why,))
 
-    def longest(shape: tuple[int, ...]) -> int:
-        return _longest_round(question, even(shape))
+    def longest(blocks: int) -> int:
+        return _longest_round(question, even((blocks, blocks, 0, 1)))
 
-    shapes = []
-    for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
-        shape = blocks, blocks, 0
-        rounds = [longest((*shape, 1))] if least_round else sorted({question.num_workers, enough})
-        shapes += [(*shape, per_round) for per_round in rounds if per_round >= least_round]
-    # with a least round each takes as long as the whole search; the finest of them have won
-    shapes = shapes[:2] if least_round else shapes
+    sizes = sorted({max(1, widest * part // 4) for part in range(1, 5)})
+    shapes = [(blocks, blocks, 0, size) for blocks in sizes for size in sorted({question.num_workers, enough})]
+    if least_round:  # each takes as long as the whole search; the finest of them have won
+        longer = [(blocks, blocks, 0, longest(blocks)) for blocks in sizes]
+        shapes = [shape for shape in longer if shape[3] >= least_round][:2]
     if not shapes:
         return cut
     best = min(shapes, key=lambda shape: step_s(even(shape)))
-    for place, value in ((2, 1), (3, longest(best)), (0, best[0] + 1)):  # what may gain, one after the other
+    changes = (2, 1), (3, longest(best[1])), (0, best[0] + 1)
+    for place, value in changes:  # what may gain, one after the other
         best = min(best, (*best[:place], value, *best[place + 1 :]), key=lambda shape: step_s(even(shape)))
     return min(cut, even(best), key=step_s)
 

@@ -40,7 +40,7 @@ from roundpipe_cli.planning.admission import (
     holds_weights,
 )
 from roundpipe_cli.planning.answers import Answers
-from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, best_number, chunk_counts, in_chunks
+from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, best_number, chunk_counts, with_chunks
 from roundpipe_cli.planning.token_budget import budgets, fastest, for_processors
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -339,9 +339,9 @@ def _decided(
     choices: tuple[str, ...] = ()
     if recipe.pipeline.sequence_chunks == "auto":
         count, why = _auto_chunks(recipe, found, (architecture, settings, machine), answers)
-        recipe, choices = in_chunks(recipe, count), tuple(filter(None, [why]))
+        recipe, choices = with_chunks(recipe, count), tuple(filter(None, [why]))
     elif recipe.pipeline.num_chunks > 1:
-        recipe = in_chunks(recipe, recipe.pipeline.num_chunks)
+        recipe = with_chunks(recipe, recipe.pipeline.num_chunks)
     if recipe.micro_batch_tokens == "auto":
         figures = recipe, architecture, settings, machine
         tokens = (
@@ -409,7 +409,7 @@ def _auto_chunks(
     architecture, settings, machine = figures
 
     def case(count: int, devices: tuple[Device, ...]) -> Case:
-        one, disk_bytes = in_chunks(recipe, count), None if on_cpu else machine.disk_free_bytes
+        one, disk_bytes = with_chunks(recipe, count), None if on_cpu else machine.disk_free_bytes
         figures = architecture, settings, replace(machine, devices=devices, disk_free_bytes=disk_bytes)
         if count > 1:
             return _stated(one, *figures)[0]
@@ -463,9 +463,8 @@ def describe_budget(recipe: Recipe, machine: Hardware | None) -> str:
         return f"micro_batch_tokens={tokens}: {rows}, for want of the model's figures"
     if all(device.is_cpu for device in machine.devices):
         return f"micro_batch_tokens={tokens}: {rows}, for processors, whatever the number of workers"
-    return (
-        f"micro_batch_tokens={tokens}: fastest on {_cards(machine)} ({rows}); write it down for the same bits elsewhere"
-    )
+    how = f"fastest on {_cards(machine)} ({rows})"
+    return f"micro_batch_tokens={tokens}: {how}; write it down for the same bits elsewhere"
 
 
 def _cards(machine: Hardware) -> str:

@@ -54,8 +54,8 @@ MLP_CHUNK_TOKENS = 4096
 IN_CHUNKS = "each row in chunks that follow each other; other bits"
 WORTH_CHUNKS = 1.05
 """Chunks are named for rows that fit whole if they make it so many times as fast."""
-LONG_ROW = 8192
-"""Rows of so many tokens have chunks that keep GPUs busy."""
+LONG_CHUNKS = 256
+"""Least chunks in one that keeps GPUs busy."""
 WORTH = 1.1
 """A change that leaves a plan slow is named if it makes it so many times as fast."""
 HOST_LEFT = 0.05
@@ -147,10 +147,11 @@ def faster_in_chunks(plan: Plan) -> tuple[Change, ...]:
     """The number of chunks with which rows that fit whole are faster by `WORTH_CHUNKS`; none where none is."""
     question, recipe = plan.question, plan.question.given.recipe
     is_open = recipe.pipeline.sequence_chunks == "auto" and question.settings.sequence_chunks == 1
-    waits = plan.bubble_ratio > 1 - 1 / WORTH_CHUNKS and recipe.max_seq_length >= LONG_ROW and question.gpus
+    waits = plan.bubble_ratio > 1 - 1 / WORTH_CHUNKS and question.gpus
     if not (is_open and waits and plan.verdict.fits) or chunk_obstacle(question.found.config, recipe):
         return ()
-    tried = [Change((f"{CHUNKS_KEY}={count}",), IN_CHUNKS, 0.15) for count in chunk_counts(recipe.max_seq_length)[1:4]]
+    counts = chunk_counts(recipe.max_seq_length // LONG_CHUNKS)[-3:]
+    tried = [Change((f"{CHUNKS_KEY}={count}",), IN_CHUNKS, 0.15) for count in counts]
     best = max(filter(None, (_with_speed(question, one) for one in tried)), key=lambda one: one.speed, default=AS_IS)
     return (best,) if best.speed >= WORTH_CHUNKS * plan.tokens_per_s else ()
 
@@ -361,11 +362,7 @@ def fits_coarsest(architecture: Architecture, settings: TrainingSettings, hardwa
 
 
 def _fits(question: PlanRequest, settings: TrainingSettings, architecture: Architecture | None = None) -> bool:
-    """Whether the settings fit, or in the most chunks where the recipe leaves their number open.
-
-    Args:
-        architecture: of another model than the question's.
-    """
+    """Whether the settings fit, for another `architecture` too; in the most chunks where their number is open."""
     whole, *chunked = _open_chunks(question, settings)
     return any(_fits_cards(question, one, architecture) for one in (*chunked[-1:], whole))
 

@@ -35,9 +35,7 @@ class Summary:
     """Assumed figures that the reasons name: the option of a machine that sets one -> the figure."""
 
 
-RATE_OF = {"links to the workers": "pcie_gb_per_s"} | dict.fromkeys(
-    ("optimizer on the host", "memory of the host"), "host_memory_gb_per_s"
-)
+RATE_OF = {"links to the workers": "pcie_gb_per_s", "memory of the host": "host_memory_gb_per_s"}
 """Name in `Plan.needs_s` -> the option of a machine that sets the rate of it."""
 
 

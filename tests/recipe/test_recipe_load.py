@@ -256,7 +256,7 @@ def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
         ("micro_batch_size=1", None, "auto"),
         ("per_device_train_batch_size=2 packing=false", None, False),
         ("micro_batch_size=2 micro_batch_tokens=8192", 8192, "auto"),
-        ("pipeline.sequence_chunks=4", None, "auto"),
+        ("pipeline.sequence_chunks=4", "auto", "auto"),
         ("pipeline.sequence_chunks=1", "auto", "auto"),
     ],
 )

@@ -53,7 +53,7 @@ from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, in_chunks
+from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, with_chunks
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.planning.unpacking import Unpacking
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -130,7 +130,7 @@ def _with_microbatches(
         tell_notices(tell, *(text for text in found.choices if text.startswith(CHUNKS_KEY)))
     if recipe.pipeline.sequence_chunks == "auto":
         count = -smallest(-count)  # the most that a machine of the run needs
-    recipe = in_chunks(recipe, count)
+    recipe = with_chunks(recipe, count)
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
         tell(Notice(describe_budget(recipe, found.hardware if found is not None else None)))
