@@ -76,7 +76,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         *rest,
         *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith((SLOW_NOTE, NOT_USED))),
-        *_cost_lines(answer, length or run_length(answer)),
+        *_cost_lines(answer, length),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
         *(f"  faster          {change.what}" for change in (found or ()) if summary.word == "FITS"),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
@@ -93,13 +93,12 @@ def _cost_lines(answer: Plan, length: RunLength) -> list[str]:
 
 def cost_of_run(answer: Plan, length: RunLength) -> float | None:
     """Dollars; None where the price or the number of steps is not known."""
-    from roundpipe_cli.train.run_length import usual_figures
+    from roundpipe_cli.train.run_length import forecast
 
     price = answer.question.hardware.price
     if price is None or length.steps is None:
         return None
-    step_s = answer.step_s if length.step is None else usual_figures(answer, length.step)[0]
-    return price / 3600 * length.steps * step_s
+    return price / 3600 * length.steps * forecast(answer, length).step_s
 
 
 def _launches(answer: Plan) -> str:
@@ -328,7 +327,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "tokens_per_s_range": list(answer.tokens_per_s_range),
             "range_rests_on": answer.band.why,
             "dollars_per_billion_tokens": answer.dollars_per_billion_tokens,
-            "dollars_of_run": cost_of_run(answer, run_length(answer)),
+            "dollars_of_run": cost_of_run(answer, length),
         },
         "assumptions": _assumptions(answer, length),
     }

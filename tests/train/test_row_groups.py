@@ -137,6 +137,6 @@ def test_a_resumed_run_keeps_its_number_of_chunks(tmp_path: Path, two_blocks: Pa
     finetune(folder, "max_steps=1", "pipeline.sequence_chunks=2").expect(0)
     finetune(folder, "--resume").expect(0)
     recipe = resolved(folder)
-    assert (recipe["pipeline"]["sequence_chunks"], recipe["micro_batch_tokens"], recipe["packing"]) == (2, None, False)
+    assert (recipe["pipeline"]["sequence_chunks"], recipe["micro_batch_tokens"]) == (2, None)
     finetune(folder, "max_steps=1", f"output_dir={tmp_path / 'whole'}").expect(0)
     assert yaml.safe_load((tmp_path / "whole" / "recipe.yaml").read_text())["pipeline"]["sequence_chunks"] == 1
