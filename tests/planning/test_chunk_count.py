@@ -124,8 +124,8 @@ def test_where_chunks_are_excluded_the_verdict_says_why(override: str, monkeypat
 
 
 def test_processors_get_a_number_that_does_not_depend_on_theirs() -> None:
-    machine = replace(parse_hardware("1x4090,host_memory_gib=10"), disk_free_bytes=None)
-    words = ("max_seq_length=65536", "dtype=float32")
+    machine = replace(parse_hardware("1x4090,host_memory_gib=5.5"), disk_free_bytes=None)
+    words = ("max_seq_length=32768", "dtype=float32")
     counts = set()
     for workers in (1, 2, 3):
         here = replace(machine, devices=cpu_devices(workers))
