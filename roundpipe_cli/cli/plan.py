@@ -393,8 +393,8 @@ def _solution_lines(answer: Plan, solution: Solution) -> list[str]:
     if recipe.token_budget is not None:
         key, size = "micro_batch_tokens", size and size * recipe.tokens_of_full_row
     most, held = _or_none(solution.max_seq_length), list[str]()
-    for change, (tokens, chunks) in solution.longest.items():
-        held.append(f"{tokens:,}" + f" in {chunks} chunks" * (chunks > 1) + f" with {change}" * bool(change))
+    for words, (tokens, chunks) in solution.longest.items():
+        held.append(f"{tokens:,}" + f" in {chunks} chunks" * (chunks > 1) + f" with {words}" * bool(words))
     lines = [
         "what would fit",
         f"  longest max_seq_length, all else equal: {most}{bound}",

@@ -577,7 +577,8 @@ def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> S
         return _longest_round(question, even((blocks, blocks, 0, 1)))
 
     sizes = sorted({max(1, widest * part // 4) for part in range(1, 5)})
-    shapes = [(blocks, blocks, 0, size) for blocks in sizes for size in sorted({question.num_workers, enough})]
+    rounds, shapes = sorted({question.num_workers, enough}), list[tuple[int, ...]]()
+    shapes += [(blocks, blocks, 0, size) for blocks in sizes for size in rounds]
     if least_round:  # each takes as long as the whole search; the finest of them have won
         longer = [(blocks, blocks, 0, longest(blocks)) for blocks in sizes]
         shapes = [shape for shape in longer if shape[3] >= least_round][:2]

@@ -347,7 +347,7 @@ def longest_sequences(question: PlanRequest) -> dict[str, tuple[int, int]]:
     changes += _smaller_precisions(question)[:1] if settings.method == "lora" else []
     for change in (AS_IS, *changes):
         own = change.apply(settings)
-        tokens = _largest(MAX_SEQUENCE_TOKENS, lambda length, own=own: _fits(question, _with_length(own, length)))
+        tokens = _longest(MAX_SEQUENCE_TOKENS, own, partial(_fits, question))
         if tokens is None:
             break
         fitting = (one for one in _open_chunks(question, _with_length(own, tokens)) if _fits_cards(question, one))
