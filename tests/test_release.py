@@ -25,7 +25,6 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_device
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
-from tests.support.adapters import random_adapter
 from tests.support.e2e import (
     STAGES_OF_TWO,
     Outcome,
@@ -195,13 +194,6 @@ def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:
     assert "--offline" in run(trained, *words, "--offline", environment=nowhere).expect(2).err
 
 
-def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:
-    make_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=2)
-    random_adapter(tmp_path / "base", tmp_path / "adapter", target_modules="all-linear")
-    done = run(tmp_path, "export", "adapter", "--to", "plain").expect(0)
-    assert "fused experts" in done.err and "--merge" in done.err
-
-
 def by_peft(trained: Path, *turns: tuple[str, str], num_tokens: int) -> str:
     """The most probable answer, by PEFT's and transformers' own code."""
     from peft import PeftModel
@@ -311,9 +303,9 @@ def test_a_model_answers_on_the_gpu_that_has_most_room(free_gib: list[float], ex
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "did nothing for"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "was not done after"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
-        ("import time; time.sleep(60)", "did nothing for"),
+        ("import time; time.sleep(60)", "was not done after"),
         ("raise SystemExit('no such architecture')", "no such architecture"),
         ("import sys; print('step\\n' * 9); sys.stderr.write('no such tensor'); sys.exit(1)", "no such tensor"),
         ("import sys; open(sys.argv[3], 'w').close(); sys.exit('half a file')", "half a file"),
@@ -324,8 +316,7 @@ def test_a_converter_that_does_not_end_well_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     """One that was stopped was waited for without an end."""
-    monkeypatch.setattr(export, "STALLED_S", 0.4)
-    monkeypatch.setattr(export, "LOOK_S", 0.1)
+    monkeypatch.setattr(export, "CONVERTER_S", 0.4 if "not done" in words else 60.0)
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "convert.py").write_text(code)
     with pytest.raises(RefusedError, match=words):

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from roundpipe_cli.errors import Problem, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, shared_mode
 from roundpipe_cli.regular_files import kind_of_file, named_path, stays_inside
 from roundpipe_cli.train.result.gguf_types import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
-from roundpipe_cli.units import format_bytes
+from roundpipe_cli.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.files.source import ModelSource
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 # Extras of `export` for a finished folder: a GGUF file by llama.cpp's converter, an upload.
 
 CONVERTER = "convert_hf_to_gguf.py"
-STALLED_S = 600.0
-"""Seconds without computing or writing after which a program counts as stuck."""
-LOOK_S = 1.0
+CONVERTER_S, CONVERTER_BYTES_PER_S = 600.0, 2e6
+"""Seconds after which a converter counts as stuck, beside those for the model's bytes: any disk is faster."""
 INSTALL = (
     "git clone --depth 1 https://github.com/ggml-org/llama.cpp && pip install -r "
     "llama.cpp/requirements/requirements-convert_hf_to_gguf.txt, "
@@ -46,11 +44,12 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
     """Convert the model in `folder` by llama.cpp's converter; returns the file, which is in it.
 
     Raises:
-        RefusedError: the converter failed, with its last lines, or does nothing any more.
+        RefusedError: the converter failed, with its last lines, or is not done in time.
     """
     target = folder / GGUF_NAME
     words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", type_name]
-    exit_code, said = _run(words, target)
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    exit_code, said = _run(words, CONVERTER_S + num_bytes / CONVERTER_BYTES_PER_S)
     if exit_code or not target.is_file():
         target.unlink(missing_ok=True)
         raise RefusedError(
@@ -101,34 +100,13 @@ def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, na
     return program
 
 
-def _run(words: list[str], target: Path) -> tuple[int, str]:
-    """Exit code of a program, and what it printed; ended by SIGKILL once it has done nothing for `STALLED_S`."""
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        before, since_s = (0, 0), time.monotonic()
-        try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    said, errors = process.communicate(timeout=LOOK_S)
-                    return process.returncode, errors or said
-                now = _progress(process.pid, target)
-                if now != before:
-                    before, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > STALLED_S:
-                    return -signal.SIGKILL, f"it did nothing for {STALLED_S:g} s and was ended"
-        finally:
-            process.kill()
-
-
-def _progress(pid: int, target: Path) -> tuple[int, int]:
-    """Processor time in ticks, and bytes written; either grows while the program does something."""
+def _run(words: list[str], limit_s: float) -> tuple[int, str]:
+    """Exit code of a program, and what it printed; ended by SIGKILL after `limit_s`."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        ticks = int(words[11]) + int(words[12])
-    except (OSError, ValueError, IndexError):
-        ticks = 0
-    return ticks, target.stat().st_size if target.exists() else 0
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL, f"it was not done after {format_seconds(limit_s)} and was ended"
+    return done.returncode, done.stderr or done.stdout
 
 
 def push(folder: Path, name: str) -> str:
@@ -222,7 +200,8 @@ def export(
         bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
     ] = False,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
+        str | None,
+        typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: as the base's]"),
     ] = None,
     adapter_layout: Annotated[
         str,
@@ -233,7 +212,9 @@ def export(
     gguf: Annotated[
         str | None,
         typer.Option(
-            "--gguf", metavar="[TYPE]", help=f"Also write a GGUF file: {', '.join(GGUF_TYPES)}. [default: bf16]"
+            "--gguf",
+            metavar="[TYPE]",
+            help=f"Also write a GGUF file: {', '.join(GGUF_TYPES)} [default: bf16]; of an adapter alone in float32.",
         ),
     ] = None,
     converter: Annotated[
@@ -265,7 +246,8 @@ def export(
         raise RefusedError("unknown layout of adapters", found=adapter_layout, expected="peft or vllm")
     is_whole = merge or found.kind == "model"
     for is_wrong, what, hint in (
-        (gguf is not None and not is_whole, "--gguf needs a whole model", "add --merge"),
+        (not is_whole and gguf not in (None, GGUF_TYPES[0], "f32"), "adapters are written in float32", "--gguf f32"),
+        (converter is not None and not is_whole, "--converter is for whole models", "leave it out, or add --merge"),
         (push_to is not None and offline, "--push needs a connection", "leave --offline out"),
         (adapter_layout == "vllm" and is_whole, "--adapter-layout is for adapters", "leave it or --merge out"),
         (dtype and not merge, "--dtype is for merged weights", "leave it out" if is_whole else "add --merge"),
@@ -282,17 +264,17 @@ def export(
         load_libraries()
         from roundpipe_cli.train.result.export import copy_result, merge_result
 
-        if gguf is not None:
+        if gguf is not None and is_whole:
             program = _find_gguf_writer(result, source if merge else None, gguf, converter)
         made: dict[str, Any] = {"tell": _note, "base": base, "gguf": gguf is not None}
         if merge and source is not None:
-            say(merge_result(result, source, target, dtype, **made))
-        elif adapter_layout == "vllm":
-            model = source or find_adapter_base(result, base, offline=offline)
-            copy_result(result, target, single_experts_of=model, **made)
+            say(merge_result(result, source, target, dtype, progress=say, **made))
         else:
+            made["single_experts"] = adapter_layout == "vllm"
+            if not is_whole and (made["single_experts"] or gguf is not None):
+                made["source"] = source or find_adapter_base(result, base, offline=offline)
             copy_result(result, target, **made)
-    if gguf is not None:
+    if gguf is not None and is_whole:
         _write_gguf(target, gguf, program)
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")

@@ -394,20 +394,12 @@ def as_single_experts(model: nn.Module, folder: Path) -> dict[str, bytes]:
     put_adapter(model, config, folder)
     whole = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
     tensors, made, ranks = read_adapter_tensors(model, folder), dict[str, torch.Tensor](), dict[str, int]()
-    for path, wrapper in model.named_modules():
-        own = getattr(wrapper, "parameter_name", None) if getattr(wrapper, "num_experts", 1) > 1 else None
-        names = _single_names(base_name(path), own, model) if own in _SINGLE else None
-        if names is None:
-            continue
-        experts, rank = wrapper.num_experts, wrapper.r["default"]
-        a, b = (tensors.pop(f"{path}.lora_{matrix}.default.weight") for matrix in "AB")
-        b = b.reshape(len(b), rank, experts) * (wrapper.scaling["default"] / whole)
-        ranks |= {rf"experts\.\d+\.{name.rpartition('.')[2]}": rank for name in names}
-        for expert in range(experts):
-            for name, part in zip(names, b[..., expert].chunk(len(names)), strict=True):
-                key = f"{PEFT_PREFIX}{name.format(expert)}"
-                made[f"{key}.lora_A.weight"] = a[expert * rank : (expert + 1) * rank].clone()
-                made[f"{key}.lora_B.weight"] = part.contiguous()
+    products = expert_products(model, tensors)
+    for name, (a, b, scale) in ((name, one) for name, one in products.items() if len(one[0]) == 1):
+        layer = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
+        made[f"{layer}.lora_A.weight"] = a[0].clone()
+        made[f"{layer}.lora_B.weight"] = (b[0] * (scale / whole)).contiguous()
+        ranks[rf"experts\.\d+\.{layer.rpartition('.')[2]}"] = b.shape[-1]
     if not made:
         return {}
     made |= {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
@@ -419,6 +411,37 @@ def as_single_experts(model: nn.Module, folder: Path) -> dict[str, bytes]:
         "alpha_pattern": alphas | config.alpha_pattern,
     }
     return {ADAPTER_WEIGHTS: save(made, {"format": "pt"}), ADAPTER_CONFIG: json.dumps(values, indent=2).encode()}
+
+
+def expert_factors(path: str, layer: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors [E, r, in] and [E, out, r] of the experts' adapter at `path`, taken out of `tensors`."""
+    a, b = (tensors.pop(f"{path}.lora_{matrix}.default.weight") for matrix in "AB")
+    a = a.reshape(layer.num_experts, -1, a.shape[-1])
+    return a, b.reshape(len(b), -1, layer.num_experts).permute(2, 0, 1)
+
+
+ExpertProduct = tuple[torch.Tensor, torch.Tensor, float]
+"""Factors [E, r, in] and [E, out, r] of what an adapter adds to the weights [out, in] of experts, and its scale."""
+
+
+def expert_products(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, ExpertProduct]:
+    """Products that an adapter, whose `tensors` have names of `model`, adds to experts, by names in the base's files:
+    of each expert (E is 1; taken out of `tensors`), or of all where they are one tensor."""
+    found: dict[str, ExpertProduct] = {}
+    for path, layer in model.named_modules():
+        own = getattr(layer, "parameter_name", None) if getattr(layer, "num_experts", 1) > 1 else None
+        if own not in _SINGLE:
+            continue
+        scale, names = layer.scaling["default"], _single_names(base_name(path), own, model)
+        a, b = expert_factors(path, layer, tensors if names else dict(tensors))
+        if names is None:
+            found[f"{base_name(path)}.{own}"] = a, b, scale
+            continue
+        for number in range(len(a)):
+            one = slice(number, number + 1)
+            parts = zip(names, b[one].chunk(len(names), dim=1), strict=True)
+            found |= {f"{name.format(number)}.weight": (a[one], part, scale) for name, part in parts}
+    return found
 
 
 def _single_names(holder: str, parameter: str, model: nn.Module) -> list[str] | None:

@@ -42,7 +42,8 @@ def layout(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def random_adapter(base: Path, folder: Path, *, save_tables: bool = False, **options: Any) -> Any:
     """An adapter of queries, unless `options` say otherwise, by PEFT itself; returns its model."""
     torch.manual_seed(5)
-    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
+    usual = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    config = LoraConfig(**{**usual, **options})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(load_whole(base), config)

@@ -259,7 +259,6 @@ def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
     cases = [
         (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
         (("out", "--dtype", "float32"), "--dtype is for merged"),
-        (("out", "--gguf"), "add --merge"),
         (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),
     ]
     for words, text in cases:

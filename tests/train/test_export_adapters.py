@@ -38,10 +38,10 @@ def adapter(work: Path, **options: Any) -> Any:
     return random_adapter(work / "base", work / "adapter", **options)
 
 
-def merge(work: Path) -> str:
+def merge(work: Path, dtype: str | None = None) -> str:
     """What is told of a merge."""
     told = list[str]()
-    merge_result(work / "adapter", ModelSource("base", work / "base"), work / "merged", None, tell=told.append)
+    merge_result(work / "adapter", ModelSource("base", work / "base"), work / "merged", dtype, tell=told.append)
     return "\n".join(told)
 
 
@@ -164,7 +164,7 @@ def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
     random_adapter(adapter_base, tmp_path / "adapter", target_modules=["v_proj"])
     _, references = save_quantized(tmp_path / "base", "llama", "fp8-blocks")
     make_tokenizer().save_pretrained(str(tmp_path / "base"))
-    told = merge(tmp_path)
+    told = merge(tmp_path, "bfloat16")
     kinds = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in references}
     assert set(told.partition("whole here: ")[2].split(", ")) == kinds
     expected = {key: entry for key, entry in layout(tmp_path / "base").items() if not key.endswith("_scale_inv")}

@@ -298,9 +298,6 @@ def test_what_the_file_cannot_say_is_told(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "mistral", sliding_window=8, attention_bias=False)
     expected = "no sliding window for this family: answers differ beyond 8 tokens"
     assert any(expected in note for note in write_gguf(folder, "bf16")[1])
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    scaled = make_model(tmp_path / "scaled", "qwen2", rope_parameters=rope)
-    assert any("rope_parameters" in note for note in write_gguf(scaled, "bf16")[1])
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
     rope |= {"original_max_position_embeddings": 8192}
     slowed = make_model(tmp_path / "slowed", "llama", head_dim=128, num_hidden_layers=1, rope_parameters=rope)

@@ -90,12 +90,12 @@ class BaseFiles:
                 files = read_tokenizer_files(Path(folder), tokenizer)
         return replace(self, tokenizer=files)
 
-    def contents(self, model: Any, dtype: torch.dtype) -> dict[str, bytes]:
-        """Name -> content of the files of a whole result, but for its tokenizer; `dtype`: of most weights."""
-        config = self._trained_config(model, dtype)
+    def contents(self, model: Any, dtype: torch.dtype, *, packed: bool = False) -> dict[str, bytes]:
+        """Name -> content of a whole result's files, but its tokenizer's; `dtype`: of most weights, unless `packed`."""
+        config = self._trained_config(model, dtype, packed=packed)
         return {"config.json": _to_json(config), GENERATION_CONFIG: _to_json(self.generation), **self.others}
 
-    def _trained_config(self, model: Any, dtype: torch.dtype) -> dict[str, Any]:
+    def _trained_config(self, model: Any, dtype: torch.dtype, *, packed: bool) -> dict[str, Any]:
         config, trained, loaded = copy.deepcopy(dict(self.config)), _trained_values(model.config), self.loaded
         if trained[""]["model_type"] != loaded[""]["model_type"]:  # the language model alone
             (inner,) = loaded.keys() - {""}
@@ -111,7 +111,7 @@ class BaseFiles:
         if not config.keys() & set(_DTYPES):
             config[_DTYPES[not str(config.get("transformers_version", "")).startswith("5.")]] = None
         for part in _dicts(config):
-            for key in SETTINGS:
+            for key in () if packed else SETTINGS:
                 part.pop(key, None)
             part.update({key: str(dtype).removeprefix("torch.") for key in _DTYPES if key in part})
             if part.get("use_cache") is False:  # a trace of training, which slows answers down and changes none

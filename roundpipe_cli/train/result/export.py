@@ -12,6 +12,8 @@ import ctypes
 import json
 import os
 import re
+import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
@@ -28,23 +30,33 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.files import require_free_bytes, shared_mode, sync, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     BY_PEFT_HINT,
+    ExpertProduct,
     StartedBase,
     as_single_experts,
     check_adapter_folder,
+    expert_products,
     put_adapter,
     read_adapter_config,
     read_adapter_tensors,
     trained_tokens,
 )
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.files.untrusted import check_file, check_model_folder
+from roundpipe_cli.model.files.untrusted import check_file, check_model_folder, file_tensors
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.new_tokens import grow_tables, trained_rows
 from roundpipe_cli.model.stored.conversions import WeightGroup
 from roundpipe_cli.model.stored.nf4 import is_nf4
-from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, open_shard, tied_names
+from roundpipe_cli.model.stored.tensors import (
+    DTYPES,
+    OpenFiles,
+    StoredTensor,
+    base_name,
+    check_finite,
+    is_adapter,
+    plain,
+    tied_names,
+)
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.regular_files import read_regular
@@ -57,10 +69,13 @@ from roundpipe_cli.train.prepare.base_files import (
     describe_added,
     read_base_files,
     read_tokenizer_files,
+    write_files,
 )
-from roundpipe_cli.train.result.gguf_types import GGUF_NAME
+from roundpipe_cli.train.result.gguf_adapter import write_adapter_gguf
+from roundpipe_cli.train.result.gguf_types import ADAPTER_GGUF, GGUF_NAME
 from roundpipe_cli.train.result.ollama import modelfile
-from roundpipe_cli.units import counted, format_bytes
+from roundpipe_cli.train.result.packed_again import Merge, Rounding, can_pack, pack_again
+from roundpipe_cli.units import counted, format_bytes, format_seconds
 
 PRIVATE_KEYS = (
     *("output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"),
@@ -119,9 +134,7 @@ def _use_whole(gguf: bool) -> list[str]:
     )
     if not gguf:
         return [*lines, "vLLM loads the folder as it is; `roundpipe export FOLDER --gguf` adds a file for llama.cpp."]
-    lines += ["Or the GGUF file, by llama.cpp, by `ollama create NAME -f Modelfile`, or in Python:", ""]
-    load = f'model = AutoModelForCausalLM.from_pretrained(".", gguf_file="{GGUF_NAME}")'
-    return lines + _python("from transformers import AutoModelForCausalLM", "", load)
+    return [*lines, f"Or `{GGUF_NAME}`, by `llama-cli -m {GGUF_NAME}` or `ollama create NAME -f Modelfile`."]
 
 
 def _use_adapter(base: str, result: Path) -> list[str]:
@@ -148,8 +161,10 @@ def _use_adapter(base: str, result: Path) -> list[str]:
         'model = PeftModel.from_pretrained(base, ".")',
         f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
     )
-    whole = "`roundpipe export FOLDER --merge --gguf --to merged` makes one model of both, with a file for llama.cpp."
-    return [*lines, whole]
+    more = (
+        f"`roundpipe export FOLDER --gguf --to DIR` writes {ADAPTER_GGUF}, for `llama-cli -m BASE.gguf --lora`; with "
+    )
+    return [*lines, more + "`--merge` it makes one model of both, with a file for llama.cpp."]
 
 
 def _python(*lines: str) -> list[str]:
@@ -245,8 +260,10 @@ def _which_weights(report: Mapping[str, Any], evaluation: Mapping[str, Any]) -> 
 class MergedTensors:
     """The tensors of the result on demand: the base's, those of adapted modules with the adapter added."""
 
-    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, dtype: torch.dtype | None) -> None:
-        """`model`: gets the adapter's modules; `dtype`: of the weights; None: each as the base's files have it."""
+    def __init__(
+        self, model: nn.Module, base: BaseWeights, result: Path, *, dtype: torch.dtype | None, unpacked: torch.dtype
+    ) -> None:
+        """`model`: gets the adapter's modules; `dtype`: of the weights; None: as the files have it, or `unpacked`."""
         tied = tied_names(model)
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -258,48 +275,87 @@ class MergedTensors:
         )
         """Whether the tensors are those of the base's files; else they are the model's own."""
         self._model, self._base = model, base
+        self.is_packed = self.has_base_names and dtype is None and _can_stay_packed(base, self.adapted)
+        """Whether what the base's files hold quantised is so in the result."""
+        self.rounding, self._group_of = Rounding(), {name: group for group in base.groups for name in group.stored}
+        self._part_of: dict[str, tuple[StoredTensor, str, str]] = {}
+        """Name of a tensor of a quantised weight -> that weight, its name, the tensor's role."""
+        self._made = dict[str, torch.Tensor]()
         self.specs: list[TensorSpec] = []
         if base.conversions is not None and self.has_base_names:
             for group in base.groups:  # what is merged together side by side
-                shapes = {name: stored.shape for name, stored in group.stored.items()}
-                if group.is_grown and self.adapted.changes(group):
-                    shapes = dict.fromkeys(shapes, next(iter(group.targets.values())))
+                grown = next(iter(group.targets.values())) if group.is_grown and self.adapted.changes(group) else None
                 asked = dtype if group.targets.keys() & named else None
-                kinds = {name: asked or stored.dtype for name, stored in group.stored.items()}
-                self.specs += [TensorSpec(name, kinds[name], tuple(shape)) for name, shape in shapes.items()]
-            unused = ((name, base.stored[name]) for name in base.conversions.unused)
-            self.specs += [TensorSpec(name, stored.dtype, tuple(stored.shape)) for name, stored in unused]
+                for name, stored in group.stored.items():
+                    own = unpacked if stored.is_quantized else stored.dtype
+                    self._add(name, stored, asked or own, grown or stored.shape)
+            beside = {name: base.stored[name] for name in base.conversions.unused}
+            for name, stored in (beside | (_unread(base) if self.is_packed else {})).items():
+                self._add(name, stored, stored.dtype, stored.shape)
             in_files = {name for group in base.groups for name in group.targets}
-            own = [name for twin, name in untied.items() for name in (twin, name) if name not in in_files]
+            rest = [name for twin, name in untied.items() for name in (twin, name) if name not in in_files]
         else:
-            own = [*parameters, *untied]
+            rest = [*parameters, *untied]
+        quantized = [group for group in base.groups if any(one.is_quantized for one in group.stored.values())]
+        kinds = {name: unpacked for group in quantized for name in group.targets}
         self.specs += [
-            TensorSpec(name, dtype or base.dtype(first_name), tuple(parameters[first_name]))
-            for name, first_name in ((name, untied.get(name, name)) for name in dict.fromkeys(own))
+            TensorSpec(name, dtype or kinds.get(first_name) or base.dtype(first_name), tuple(parameters[first_name]))
+            for name, first_name in ((name, untied.get(name, name)) for name in dict.fromkeys(rest))
         ]
-        self._group_of = {name: group for group in base.groups for name in group.stored}
         self._current: tuple[WeightGroup | None, Mapping[str, torch.Tensor]] = (None, {})
-        # Larger elements first, as the format's alignment wants it; otherwise the files' order, so that a module is
-        # merged once.
-        self.specs.sort(key=lambda spec: -spec.dtype.itemsize)
         sizes = Counter[torch.dtype]()
         for spec in self.specs:
-            sizes[spec.dtype] += spec.num_bytes
-        self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[spec.dtype] += 0 if spec.name in self._part_of else spec.num_bytes
+        self.main_dtype = sizes.most_common(1)[0][0]
+
+    def _add(self, name: str, stored: StoredTensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Announce a weight, or the tensors that it is made of."""
+        if not self.is_packed or (name in self._group_of and not stored.is_quantized):
+            self.specs.append(TensorSpec(name, dtype, tuple(shape)))
+            return
+        for role, piece in stored.pieces.items():
+            self._part_of[piece.key] = stored, name, role
+            self.specs.append(TensorSpec(piece.key, DTYPES[piece.dtype], piece.shape))
 
     def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of these, in their order."""
         for spec in specs:
             fault("export")
-            if spec.name not in self._base.stored or not self.has_base_names:
-                yield spec.name, _in_type(self.adapted.weight(spec.name), spec)
-                continue
-            group = self._group_of.get(spec.name)
-            if group is not None and self.adapted.changes(group):
-                yield spec.name, _in_type(self._reverted(group)[spec.name], spec)
-            else:
-                with OpenFiles() as files:
-                    yield spec.name, _in_type(self._base.stored[spec.name].read(files), spec).clone()
+            is_part = spec.name in self._part_of
+            yield spec.name, self._part(spec.name) if is_part else _in_type(self._value(spec.name), spec)
+
+    def _value(self, name: str) -> torch.Tensor:
+        if name not in self._base.stored or not self.has_base_names:
+            return self.adapted.weight(name)
+        group, product = self._group_of.get(name), self.adapted.products.get(name)
+        if group is not None and self.adapted.changes(group) and (product is None or len(product[0]) > 1):
+            return self._reverted(group)[name]
+        with OpenFiles() as files:
+            values = self._base.stored[name].read(files)
+            return values.clone() if product is None else _with_product(values, product, 0)
+
+    def _part(self, key: str) -> torch.Tensor:
+        """A tensor that a quantised weight is made of: as published, or packed again with the weight's others."""
+        if key not in self._made:
+            stored, name, asked = self._part_of[key]
+            group = self._group_of.get(name)
+            with OpenFiles() as files:
+                parts = {role: files.tensor(piece) for role, piece in stored.pieces.items()}
+                if group is None or not self.adapted.changes(group):
+                    return parts[asked].clone()
+                made = pack_again(stored, parts, self._merge_of(name, stored, group), self.rounding)
+            self._made |= {piece.key: made[role] for role, piece in stored.pieces.items()}
+        return self._made.pop(key)
+
+    def _merge_of(self, name: str, stored: StoredTensor, group: WeightGroup) -> Merge:
+        """How a weight of the files gets the adapter; experts one at a time where that is a product alone."""
+        is_mxfp4, is_stack = "blocks" in stored.pieces, len(stored.shape) == 3
+        product = self.adapted.products.get(name) if is_mxfp4 or not is_stack else None
+        if product is not None:
+            return lambda number, base: _with_product(base, product, number)
+        whole = self._reverted(group)[name].float()
+        whole = whole.mT if is_mxfp4 or stored.is_turned else whole
+        return lambda number, _: whole[number] if is_stack else whole
 
     def _reverted(self, group: WeightGroup) -> Mapping[str, torch.Tensor]:
         """The tensors of the files that a group of changed weights becomes."""
@@ -311,6 +367,26 @@ class MergedTensors:
             assert made is not None, "it was tried on the meta device"
             self._current = (group, made)
         return self._current[1]
+
+
+def _with_product(base: torch.Tensor, product: ExpertProduct, number: int) -> torch.Tensor:
+    """The weight of an expert with its adapter, float32."""
+    a, b, scale = product
+    return torch.addmm(base.float(), b[number].float(), a[number].float(), alpha=scale)
+
+
+def _can_stay_packed(base: BaseWeights, adapted: _Adapted) -> bool:
+    """Whether all that the files hold quantised can be written so."""
+    quantized = [one for one in base.stored.values() if one.is_quantized]
+    grown = [one for group in base.groups if group.is_grown and adapted.changes(group) for one in group.stored.values()]
+    return bool(quantized) and all(map(can_pack, quantized)) and not any(one.is_quantized for one in grown)
+
+
+def _unread(base: BaseWeights) -> dict[str, StoredTensor]:
+    """Tensors of the files that are in no weight, such as scales of activations."""
+    pieces = [piece for one in base.stored.values() for piece in one.pieces.values()]
+    found, used = file_tensors({piece.path for piece in pieces}), {piece.key for piece in pieces}
+    return {key: plain(piece) for key, piece in found.items() if key not in used}
 
 
 def _in_type(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -350,7 +426,7 @@ class _Adapted:
             base_name(f"{path}.{inner}"): path
             for path, unit in self._units.items()
             for inner, _ in unit.named_parameters()
-            if not is_adapter(f".{inner}")
+            if not is_adapter(f".{inner}") and _may_change(unit, inner)
         }
         self._saved_whole = {
             name.replace(".modules_to_save.default", ""): name for name in self._adapter if ".modules_to_save." in name
@@ -359,6 +435,8 @@ class _Adapted:
         self._beside = {base_name(name): tensor for name, tensor in self._adapter.items() if not is_adapter(name)}
         self.replaced = sorted(self._beside)
         """Weights of the base for which the adapter's file has others."""
+        self.products = {} if self.replaced or self._saved_whole else expert_products(model, dict(self._adapter))
+        """Names in the base's files of experts' weights -> the product that is added to them, and to nothing else."""
         whole = {name.partition(".modules_to_save.")[0] for name in self._saved_whole.values()}
         self.num_modules = len(self._units) + len(whole) + len(self._rows)
         """Modules whose weights the adapter changed."""
@@ -430,6 +508,12 @@ def _parameters(path: str, unit: nn.Module) -> list[tuple[str, dict[str, nn.Para
     ]
 
 
+def _may_change(unit: nn.Module, name: str) -> bool:
+    """Whether an adapter may change a parameter of the module that it wraps: of experts no bias."""
+    own = [layer.parameter_name for layer in unit.modules() if hasattr(layer, "parameter_name")]
+    return not own or name.rpartition(".")[2] in own
+
+
 def _refuse_lost_bias(path: str, layer: Any, result: Path) -> None:
     """Raise a RefusedError for an adapter with a bias (`lora_bias`) of a layer that has none to add it to."""
     if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
@@ -451,10 +535,10 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+WRITTEN_PER_S, PACKED_PER_S = 100e6, 5e6
+"""Bytes a second of a merge, and of one in which every weight is packed again, on two slow cores."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of a shard, as transformers had it for years: small enough for every file system and download."""
-M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 2**20
-"""glibc's malloc.h."""
 FILE_MODE = 0o644
 
 
@@ -470,7 +554,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             path.chmod(shared_mode(0o777 if path.is_dir() else 0o666))
-        sync(temporary)
+            sync(path)
         fault("export")
 
 
@@ -481,14 +565,16 @@ def copy_result(
     *,
     base: str | None = None,
     gguf: bool = False,
-    single_experts_of: ModelSource | None = None,
+    source: ModelSource | None = None,
+    single_experts: bool = False,
 ) -> None:
     """The adapter or model of a run as it is, without the run's own files.
 
     Args:
         tell: gets notes on what the result lacks.
-        base, gguf: for `model_card`.
-        single_experts_of: an adapter's base; its fused experts get the names of single ones, where it has them.
+        base: for `model_card`.
+        gguf: of an adapter a GGUF file is written too; of a model there will be one.
+        source: an adapter's base, for its GGUF file and for `single_experts`: fused experts get names of single ones.
 
     Raises:
         ResourceError: disk full or failing.
@@ -497,63 +583,50 @@ def copy_result(
     is_whole = not (result / ADAPTER_CONFIG).is_file()
     (check_model_folder if is_whole else check_adapter_folder)(result)
     single: dict[str, bytes] = {}
-    if single_experts_of is not None:
-        single = as_single_experts(build_skeleton(load_config(single_experts_of), torch.float32), result)
+    if single_experts and source is not None:
+        single = as_single_experts(build_skeleton(load_config(source), torch.float32), result)
         if not single:
             tell("no names changed: vLLM reads PEFT's for this model")
-    elif not is_whole and _adapts_experts(result):
-        tell(
-            "this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; "
-            "Ollama needs a merged model (--merge)"
-        )
     with _new_folder(folder) as temporary:
         for path in sorted(result.iterdir()):
             is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
             if path.is_file() and (is_weights or path.name in RESULT_NAMES):
                 check_file(path, None)
-                content = [single[path.name]] if path.name in single else _chunks(path)
-                write_new_file(temporary / path.name, content, FILE_MODE)
+                shutil.copyfile(path, temporary / path.name)
+        write_files(single, temporary)
         tokenizer = None
         if is_whole or has_tokenizer(result):
             tokenizer = load_tokenizer(ModelSource(str(result), result))
-            _write_files(read_tokenizer_files(result, tokenizer), temporary)
+            write_files(read_tokenizer_files(result, tokenizer), temporary)
         else:
             tell("the adapter has no tokenizer: its base's belongs to it")
-        _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf)
+        _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf, source=source)
 
 
-def _adapts_experts(result: Path) -> bool:
-    with open_shard(result / ADAPTER_WEIGHTS) as file:
-        return any(".experts." in key for key in file.keys())  # noqa: SIM118 - the handle is no mapping
-
-
-def _add_extras(result: Path, folder: Path, tokenizer: Any, tell: Say, *, base: str | None, gguf: bool) -> None:
-    """Model card, and for whole weights a Modelfile."""
+def _add_extras(
+    result: Path, folder: Path, tokenizer: Any, tell: Say, *, base: str | None, gguf: bool, source: ModelSource | None
+) -> None:
+    """Model card, and a Modelfile for whole weights or, beside its GGUF file, for an adapter of `source`."""
     whole = not (folder / ADAPTER_CONFIG).is_file()
     card = model_card(result, base=base, merged=whole, gguf=gguf)
     write_new_file(folder / "README.md", [card.encode(errors=ESCAPED)], FILE_MODE)
-    if whole:
-        settings = folder / GENERATION_CONFIG
-        generation = json.loads(settings.read_bytes()) if settings.exists() else {}
-        text, has_template = modelfile(tokenizer, f"./{GGUF_NAME}" if gguf else ".", generation)
+    settings, weights, adapter = folder / GENERATION_CONFIG, f"./{GGUF_NAME}" if gguf else ".", None
+    generation = json.loads(settings.read_bytes()) if settings.exists() else {}
+    if gguf and source is not None:
+        weights, adapter = str(source.folder.absolute() / (source.gguf_file or "")), f"./{ADAPTER_GGUF}"
+        generation, tokenizer = (
+            read_base_files(source, load_config(source)).generation,
+            tokenizer or load_tokenizer(source),
+        )
+        write_adapter_gguf(result, source, folder / ADAPTER_GGUF)
+    if whole or adapter is not None:
+        text, has_template = modelfile(tokenizer, weights, generation, adapter)
         write_new_file(folder / "Modelfile", [text.encode(errors=ESCAPED)], FILE_MODE)
         if not has_template:
             tell("the chat template cannot be written in Ollama's language, so the Modelfile has none")
 
 
 RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(8 * 1024**2):
-            yield chunk
-
-
-def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_new_file(folder / name, [content], FILE_MODE)
 
 
 @torch.no_grad()
@@ -566,16 +639,18 @@ def merge_result(
     tell: Say,
     base: str | None = None,
     gguf: bool = False,
+    progress: Say = lambda text: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> str:
     """Write base model and adapter as one model in Hugging Face format.
 
     Args:
         result: a folder with an adapter in PEFT's format; where it has no tokenizer, the base's is taken.
-        dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; for dequantised weights
-            that of the base's configuration.
+        dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; quantised weights stay
+            so where they can be packed again, and are of the type of the base's configuration otherwise.
         tell: gets notes on differences from the base's files.
         base, gguf: for `model_card`.
+        progress: gets what is going to be written, and what was.
 
     Returns:
         a line on how many modules changed, and what was written.
@@ -594,12 +669,13 @@ def merge_result(
         grow_tables(model, tokens, str(result / ADAPTER_CONFIG))
         if source.gguf_file is None:
             untie_stored(model, source.folder)
-        weights = BaseWeights(source, model, own_dtype)
+        weights = BaseWeights(source, model, torch.float32)
         asked = dtype or ("bfloat16" if source.gguf_file else None)
-        merging = MergedTensors(model, weights, result, None if asked is None else getattr(torch, asked))
+        kind = None if asked is None else getattr(torch, asked)
+        merging = MergedTensors(model, weights, result, dtype=kind, unpacked=own_dtype)
         total = sum(spec.num_bytes for spec in merging.specs)
         require_free_bytes(temporary, total, "the merged model")
-        num_shards = _write_shards(merging, temporary, max_shard_bytes)
+        num_shards = _write_shards(merging, temporary, max_shard_bytes, progress)
         own = result if has_tokenizer(result) else None
         tokenizer = load_tokenizer(source if own is None else ModelSource(str(own), own))
         base_files, added_ends = base_files.with_tokenizer(source, tokenizer, own).ending_as_trained(tokenizer)
@@ -607,10 +683,13 @@ def merge_result(
             written: Any = model.config
             for part in (written, written.get_text_config()):
                 part.tie_word_embeddings = False
-        _write_files({**base_files.contents(model, merging.main_dtype), **base_files.tokenizer}, temporary)
-        _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf)
+        made = base_files.contents(model, merging.main_dtype, packed=merging.is_packed)
+        write_files({**made, **base_files.tokenizer}, temporary)
+        _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf, source=None)
     quantized = [re.sub(r"\.\d+(?=\.)", ".*", name) for name, weight in weights.stored.items() if weight.is_quantized]
-    if quantized:
+    if merging.rounding.count:
+        tell(str(merging.rounding))
+    if quantized and not merging.is_packed:
         tell(f"quantised in the base's files, and whole here: {', '.join(dict.fromkeys(quantized))}")
     if not merging.has_base_names and source.gguf_file is None:
         tell("transformers cannot undo how it fuses this model's weights: they are written as it has them")
@@ -634,10 +713,10 @@ def _return_freed_memory() -> None:
     """Let glibc return freed tensors at once: by default it raises its limit for that with every large block that
     is freed, and the pieces left between live ones add up to more than a shard."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD of its malloc.h
 
 
-def _write_shards(merging: MergedTensors, folder: Path, max_bytes: int) -> int:
+def _write_shards(merging: MergedTensors, folder: Path, max_bytes: int, progress: Say) -> int:
     """Write the tensors into files of at most `max_bytes`, or of one tensor, with an index; returns their number."""
     of_name: Any = {spec.name: spec for spec in merging.specs}
     split = split_state_dict_into_shards_factory(
@@ -646,10 +725,21 @@ def _write_shards(merging: MergedTensors, folder: Path, max_bytes: int) -> int:
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_bytes,
     )
-    for file, names in split.filename_to_tensors.items():
-        specs = [of_name[name] for name in names]
+    files, total = split.filename_to_tensors, sum(spec.num_bytes for spec in merging.specs)
+    memory, rate = format_bytes(2 * min(total, max_bytes)), PACKED_PER_S if merging.is_packed else WRITTEN_PER_S
+    progress(
+        f"writing {format_bytes(total)} in {counted(len(files), 'file')}, with about {memory} of memory, "
+        f"in up to {format_seconds(total / rate)} ..."
+    )
+    done, began_s = 0, time.monotonic()
+    for number, (file, names) in enumerate(files.items(), start=1):
+        # Larger elements first, as the format's alignment wants it.
+        specs = sorted((of_name[name] for name in names), key=lambda spec: -spec.dtype.itemsize)
         write_new_file(folder / file, stream_file(specs, merging.tensors(specs), {"format": "pt"}), FILE_MODE)
+        done += sum(spec.num_bytes for spec in specs)
+        left_s = (time.monotonic() - began_s) * (total / done - 1)
+        progress(f"wrote {number} of {counted(len(files), 'file')}, about {format_seconds(left_s)} left")
     if split.is_sharded:
         content = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=2).encode()
         write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
-    return len(split.filename_to_tensors)
+    return len(files)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -92,13 +91,6 @@ BLANK = "\u2581"
 """A space, as sentencepiece writes it."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's kinds of tokens."""
-COMPARED = (
-    *("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types"),
-    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "tie_word_embeddings", "vocab_size"),
-)
-"""Values of a configuration that decide what is computed and that a reader of the file may have otherwise."""
-RELATIVE_ERROR = 1e-6
-"""Floats in a GGUF file are of 32 bits."""
 
 
 def why_not_written(source: ModelSource, tokenizer: Any) -> str | None:
@@ -214,17 +206,14 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
     num_tokens = tensors["token_embd.weight"].shape[0]
     _add_tokenizer(writer, folder, tokenizer, num_tokens, as_spaces=config.model_type.startswith("gemma"))
     try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_out(writer)
         temporary.chmod(shared_mode(0o666))
         temporary.rename(target)
     except OSError as error:
         raise disk_error(error, target, "the GGUF file", needed_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return target, _notes(folder, config, {name: one.dtype.name for name, one in tensors.items() if len(one.shape) > 1})
+    return target, _notes(config, {one.dtype.name.lower() for one in tensors.values() if len(one.shape) > 1})
 
 
 # Metadata.
@@ -395,15 +384,28 @@ def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> Cal
             values = stored.read(files).float()
             if family.norm_offset and name.endswith("norm.weight"):
                 values = values + family.norm_offset
-            part = name.split(".")[-2]
-            if family.pairs_rows and part in ("attn_q", "attn_k"):
-                heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-                halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
-                values = halves.transpose(1, 2).reshape(values.shape)
-            array: npt.NDArray[Any] = values.contiguous().clone().numpy()
+            array: npt.NDArray[Any] = in_rows_of(family, name, values, config).contiguous().clone().numpy()
             return array
 
     return read
+
+
+def in_rows_of(family: Family, name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
+    """The values of the tensor `name` with its rows in the family's order."""
+    part = name.split(".")[-2]
+    if not family.pairs_rows or part not in ("attn_q", "attn_k"):
+        return values
+    heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+    halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+    return halves.transpose(1, 2).reshape(values.shape)
+
+
+def write_out(writer: Any) -> None:
+    """Write what a writer of the `gguf` package holds, and close its file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -424,48 +426,13 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 # Notes.
 
 
-def _notes(folder: Path, config: Any, kind_of: Mapping[str, str]) -> list[str]:
-    """Notes on what the file cannot say, and what transformers' reader has otherwise; `kind_of`: its matrices."""
-    notes = []
-    kinds = sorted({kind.lower() for kind in kind_of.values()})
-    if len(kinds) > 1:
-        notes.append(f"matrices in the GGUF file are {' and '.join(kinds)}")
+def _notes(config: Any, kinds: set[str]) -> list[str]:
+    """Notes on what the file cannot say; `kinds`: of its matrices."""
+    notes = [f"matrices in the GGUF file are {' and '.join(sorted(kinds))}"] if len(kinds) > 1 else []
     window, family = _window(config), FAMILIES[config.model_type].architecture
     if family in ("llama", "qwen2", "qwen3") and window:
         notes.append(f"llama.cpp has no sliding window for this family: answers differ beyond {window} tokens")
     scalar = getattr(config, "query_pre_attn_scalar", None)
     if scalar is not None and scalar not in (config.head_dim, config.hidden_size / config.num_attention_heads):
         notes.append(f"attention.scale says query_pre_attn_scalar {scalar}: llama.cpp may take 1/sqrt(head_dim)")
-    read = _as_transformers_reads(folder.name, config, kind_of)
-    other = [name for name in COMPARED if not _same(getattr(read, name, None), getattr(config, name, None))]
-    if other:
-        notes.append(f"transformers' reader of GGUF files takes no account of {', '.join(other)}; llama.cpp may")
     return notes
-
-
-def _as_transformers_reads(name: str, config: Any, matrices: Iterable[str]) -> Any:
-    """The configuration that transformers makes of the file's sizes and names of matrices, written to a file without
-    tokens: it reads all that there are, which takes seconds."""
-    from gguf import GGUFWriter
-    from transformers import AutoConfig
-
-    with TemporaryDirectory() as made:
-        writer = GGUFWriter(Path(made) / GGUF_NAME, FAMILIES[config.model_type].architecture)
-        writer.add_name(name)  # transformers looks for Mistral there
-        _add_sizes(writer, config)
-        for matrix in matrices:
-            writer.add_tensor(matrix, np.zeros(1, dtype=np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return AutoConfig.from_pretrained(made, gguf_file=GGUF_NAME, trust_remote_code=False)
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two values of configurations mean the same; one that is absent means nothing, as an empty one does."""
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return all(_same(first.get(key), second.get(key)) for key in {**first, **second})
-    if isinstance(first, float) and isinstance(second, (int, float)):
-        return math.isclose(first, second, rel_tol=RELATIVE_ERROR)
-    return first == second or not (first or second)

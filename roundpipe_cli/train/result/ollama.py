@@ -110,13 +110,16 @@ OLLAMA_NAMES = {
 """Sampling settings: transformers' name -> Ollama's, where both mean the same."""
 
 
-def modelfile(tokenizer: Any, model: str, generation: Mapping[str, Any] | None = None) -> tuple[str, bool]:
+def modelfile(
+    tokenizer: Any, model: str, generation: Mapping[str, Any] | None = None, adapter: str | None = None
+) -> tuple[str, bool]:
     """The text of a Modelfile for the weights at `model`, and whether the template is in it.
 
     Args:
         generation: content of the model's generation_config.json, for end tokens and sampling.
+        adapter: GGUF file of an adapter that is added to the weights.
     """
-    lines = [f"FROM {model}", ""]
+    lines = [f"FROM {model}", *([f"ADAPTER {adapter}"] if adapter is not None else []), ""]
     turns = find_turns(tokenizer)
     if turns is None:
         lines += [
