@@ -67,9 +67,9 @@ def score(
                 setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
                 found = ScoreFolder(folder, setup, top_k if top_k or per_token else None).fill(tell)
         except (OutputInUseError, RefusedError, ResourceError) as error:  # whose advice is for a run
-            again = ("run again with --resume", "run the same command again")
-            hints = [one.hint and one.hint.replace(*again).replace("output_dir=", "--to") for one in error.problems]
-            error.problems = tuple(map(lambda one, hint: replace(one, hint=hint), error.problems, hints))
+            hints = [(one.hint or "").replace("`finetune` with --resume, ", "") for one in error.problems]
+            pairs = zip(error.problems, (hint.replace("output_dir=", "--to") or None for hint in hints), strict=True)
+            error.problems = tuple(replace(one, hint=hint) for one, hint in pairs)
             raise
     if json_:
         say_json({"folder": str(folder), **found}, indent=None)
