@@ -1,8 +1,8 @@
 """Tables of what a recipe chooses by name.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
-`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/optimizer.py`, the losses of pairs in
-`model/pair_loss.py`, the codes of packed weights in `model/stored/packed_weights.py`.
+`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/optimizer.py`, the losses of answers in
+`model/sequence_loss.py`, the codes of packed weights in `model/stored/packed_weights.py`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,96 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+RowRole = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """Columns of a type of rows, and its answers."""
+
+    fields: tuple[str, ...]
+    """Fields that every row has."""
+    optional: tuple[str, ...] = ()
+    """Fields that it may have."""
+    num_answers: int = 1
+    """Answers of a row. Each column of another answer, or with a verdict on one, is refused where it is not read."""
+    needs_template: bool = False
+    """Rows are conversations, which only a chat template turns into text."""
+
+
+ROW_KINDS: Mapping[RowType, RowKind] = {
+    "chat": RowKind(("messages",), ("system", "tools"), needs_template=True),
+    "sharegpt": RowKind(("conversations",), ("system", "tools"), needs_template=True),
+    "alpaca": RowKind(("instruction", "output"), ("input", "system", "tools", "history")),
+    "prompt_completion": RowKind(("prompt", "completion"), ("system", "tools", "history")),
+    "text": RowKind(("text",), num_answers=0),
+    "preference": RowKind(
+        ("chosen", "rejected"),
+        ("prompt", "instruction", "input", "messages", "conversations", "system", "tools", "history"),
+        num_answers=2,
+    ),
+}
+"""All types of rows; `auto` takes the first, in this order, whose fields are all there."""
+
+CHAT_ROLES: Mapping[str, RowRole | Literal["developer"]] = {
+    **{"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"},
+    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
+}
+SHAREGPT_ROLES: Mapping[str, RowRole] = {
+    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
+}
+"""Names of roles in messages, of `chat` and of `sharegpt`, with their meaning."""
+
+ExampleName = Literal["answer", "pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleKind:
+    """What a row of an objective holds, and what follows for its microbatches."""
+
+    noun: str
+    """Rows, in words."""
+    row_types: tuple[RowType, ...]
+    """Types that its rows have; `auto` takes the first whose fields are all there."""
+    sides: tuple[str | None, ...] = (None,)
+    """Names of a row's sequences. A microbatch has all first ones, then all second ones."""
+    metrics: tuple[str, ...] = ()
+    """Keys that a step has in metrics.jsonl beside the usual ones, and an evaluation in place of the perplexity."""
+
+
+SINGLE_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers < 2)
+"""Types of rows without a second answer."""
+
+EXAMPLES: Mapping[ExampleName, ExampleKind] = {
+    "answer": ExampleKind("rows", SINGLE_TYPES),
+    "pair": ExampleKind(
+        "preference pairs",
+        ("preference",),
+        sides=("chosen", "rejected"),
+        metrics=("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy", "nll_loss"),
+    ),
+}
+"""All kinds of rows that an objective trains on."""
+
 Objective = Literal["sft", "dpo", "orpo", "simpo", "ipo"]
-PairLossName = Literal["sigmoid", "odds_ratio", "squared"]
+LossName = Literal["sigmoid", "odds_ratio", "squared"]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveKind:
     """Rows that an objective trains on, and what it computes of their answers."""
 
-    num_answers: int
-    """Answers of a row; of two the first is chosen, the second rejected."""
+    example: ExampleName
+    """What a row holds."""
     needs_reference: bool = False
     """The answers are scored by the reference model, too, before each step: the model without the trained adapter."""
     averages: bool = False
     """An answer's log-probability is the mean over its tokens, not their sum; prompts would then change it."""
-    loss: PairLossName | None = None
-    """Function in `model/pair_loss.py`; None: the cross entropy of each token."""
+    loss: LossName | None = None
+    """Function in `model/sequence_loss.py`, of whole answers: rows are neither packed, nor split, nor cut into chunks.
+    None: the cross entropy of each token."""
     section: str | None = None
     """Recipe key with the settings of the loss."""
     nll_factor: float | str = 0.0
@@ -35,23 +109,34 @@ class ObjectiveKind:
     """The name of the loss in TRL's `loss_type` and LLaMA-Factory's `pref_loss`."""
 
     @property
+    def rows(self) -> ExampleKind:
+        """What a row holds, as the table has it."""
+        return EXAMPLES[self.example]
+
+    @property
     def meaning(self) -> str:
         """Rows and reference, for the table of recipe keys."""
-        return ("answers" if self.num_answers == 1 else "pairs") + ", with a reference" * self.needs_reference
+        return self.rows.noun + ", with a reference" * self.needs_reference
 
 
 OBJECTIVES: Mapping[Objective, ObjectiveKind] = {
-    "sft": ObjectiveKind(1),
-    "dpo": ObjectiveKind(2, needs_reference=True, loss="sigmoid", section="dpo", loss_type="sigmoid"),
-    "orpo": ObjectiveKind(2, averages=True, loss="odds_ratio", section="orpo", nll_factor=1.0, loss_type="orpo"),
+    "sft": ObjectiveKind("answer"),
+    "dpo": ObjectiveKind("pair", needs_reference=True, loss="sigmoid", section="dpo", loss_type="sigmoid"),
+    "orpo": ObjectiveKind("pair", averages=True, loss="odds_ratio", section="orpo", nll_factor=1.0, loss_type="orpo"),
     "simpo": ObjectiveKind(
-        2, averages=True, loss="sigmoid", section="simpo", nll_factor="cpo_alpha", loss_type="simpo"
+        "pair", averages=True, loss="sigmoid", section="simpo", nll_factor="cpo_alpha", loss_type="simpo"
     ),
-    "ipo": ObjectiveKind(2, needs_reference=True, averages=True, loss="squared", section="ipo", loss_type="ipo"),
+    "ipo": ObjectiveKind("pair", needs_reference=True, averages=True, loss="squared", section="ipo", loss_type="ipo"),
 }
-"""All values of `objective`. The first is the default, and the first of pairs what `init` chooses for pairs."""
+"""All values of `objective`. The first is the default; `init` chooses the first that trains on the rows it finds."""
 
-PAIR_OBJECTIVES = tuple(name for name, kind in OBJECTIVES.items() if kind.num_answers == 2)
+SCORING_OBJECTIVES = tuple(name for name, kind in OBJECTIVES.items() if kind.loss is not None)
+"""Objectives whose loss is of whole answers."""
+
+
+def objectives_of(example: ExampleName) -> tuple[Objective, ...]:
+    """The objectives that train on such rows."""
+    return tuple(name for name, kind in OBJECTIVES.items() if kind.example == example)
 
 
 ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"]
@@ -148,48 +233,6 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
 OPTIMIZER_KEYS = tuple(dict.fromkeys(key for kind in OPTIMIZERS.values() for key in kind.keys))
 """Recipe keys that not every optimizer reads."""
 
-
-RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
-RowRole = Literal["system", "user", "assistant", "tool"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowKind:
-    """Columns of a type of rows, and its answers."""
-
-    fields: tuple[str, ...]
-    """Fields that every row has."""
-    optional: tuple[str, ...] = ()
-    """Fields that it may have."""
-    num_answers: int = 1
-    """Answers of a row. Each column of another answer, or with a verdict on one, is refused where it is not read."""
-    needs_template: bool = False
-    """Rows are conversations, which only a chat template turns into text."""
-
-
-ROW_KINDS: Mapping[RowType, RowKind] = {
-    "chat": RowKind(("messages",), ("system", "tools"), needs_template=True),
-    "sharegpt": RowKind(("conversations",), ("system", "tools"), needs_template=True),
-    "alpaca": RowKind(("instruction", "output"), ("input", "system", "tools", "history")),
-    "prompt_completion": RowKind(("prompt", "completion"), ("system", "tools", "history")),
-    "text": RowKind(("text",), num_answers=0),
-    "preference": RowKind(
-        ("chosen", "rejected"),
-        ("prompt", "instruction", "input", "messages", "conversations", "system", "tools", "history"),
-        num_answers=2,
-    ),
-}
-"""All types of rows; `auto` takes the first, in this order, whose fields are all there."""
-
-CHAT_ROLES: Mapping[str, RowRole | Literal["developer"]] = {
-    **{"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"},
-    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
-}
-SHAREGPT_ROLES: Mapping[str, RowRole] = {
-    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
-    **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
-}
-"""Names of roles in messages, of `chat` and of `sharegpt`, with their meaning."""
 
 IGNORED_LABEL = -100
 """Label of a token that is not trained, as in torch and transformers."""

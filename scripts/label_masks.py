@@ -173,15 +173,11 @@ def trl_rows(rows: list[dict[str, Any]], tokenizer: Any, base: Path, folder: Pat
 
 def our_rows(path: Path, tokenizer: Any, template: str | None, *, pairs: bool) -> list[list[tuple[Any, Any]]]:
     """The same by this program."""
-    from roundpipe_cli.data.dataset import build_dataset, build_pairs
+    from roundpipe_cli.data.dataset import build_dataset
     from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 
-    settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=template)
-    if pairs:
-        dataset = build_pairs(settings, tokenizer, lambda text: None)
-        sides = [dataset.rows, dataset.rejected]
-    else:
-        sides = [build_dataset(settings, tokenizer).rows]
+    spec = DatasetSpec(str(path), example="pair" if pairs else "answer")
+    sides = build_dataset(DataSettings((spec,), 4096, chat_template=template), tokenizer).sides
     return [[(list(row.input_ids), list(row.labels)) for row in rows] for rows in zip(*sides, strict=True)]
 
 

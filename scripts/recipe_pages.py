@@ -45,7 +45,7 @@ def shipped_row(shipped: ShippedRecipe) -> str:
         f"[`{shipped.name}`]({shipped.name}.yaml)",
         f"`{shipped.short_name}`" if shipped.short_name else "",
         recipe.model.rpartition("/")[2],
-        method + (f", {recipe.objective}" if recipe.trains_pairs else ""),
+        method + (f", {recipe.objective}" if recipe.scores_answers else ""),
         f"{machine['gpus']}, {machine['host']} GiB",
         f"{verdict.step_s:.3g}",
         f"{verdict.tokens_per_s:,.0f}",

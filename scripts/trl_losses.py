@@ -96,21 +96,21 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[int]]:
     """The engine's, the batch and the tokens of its sequences."""
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.build import make_engine, make_planner
-    from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
+    from roundpipe_cli.train.preference import add_references, make_scored, metrics_of
     from roundpipe_cli.train.prepare.setup import prepare
     from roundpipe_cli.train.scoring import Scorer
 
     setup = prepare(load_recipe(str(recipe), list(case.words)), offline=True, tell=lambda event: None)
     setup.store._reference.clear()  # TRL's reference is the base model here, not the adapter that both begin with
     planner = make_planner(setup)
-    microbatches, _ = make_pairs(setup, [[[index] for index in range(len(setup.dataset.rows))]])
+    microbatches, _ = make_scored(setup, [[[index] for index in range(len(setup.dataset.rows))]])
     with make_engine(setup) as engine:
         if setup.recipe.objective_kind.needs_reference:
             microbatches = add_references(Scorer(engine, planner, 1, lambda: False), microbatches, step=0)
         result = engine.run_step(microbatches, planner.schedule(1), step=0)
     gradients = {name: setup.store.gradient(name).clone() for name in setup.store.trainable_names}
-    lengths = [len(row.input_ids) for rows in (setup.dataset.rows, setup.rejected or ()) for row in rows]
-    return Found(result.loss, pair_metrics(result.rewards, microbatches), gradients), microbatches[0], lengths
+    lengths = [len(row.input_ids) for rows in setup.dataset.sides for row in rows]
+    return Found(result.loss, metrics_of(result.rewards, microbatches), gradients), microbatches[0], lengths
 
 
 def make_model(folder: Path, *, whole: bool = False) -> None:

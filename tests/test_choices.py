@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -12,27 +13,32 @@ import torch
 
 import roundpipe_cli
 from roundpipe_cli.choices import (
+    EXAMPLES,
     OBJECTIVES,
     OPTIMIZER_KEYS,
     OPTIMIZERS,
     PACKED_FORMATS,
-    PAIR_OBJECTIVES,
     ROW_KINDS,
     SCALE_BYTES,
     SCHEDULE_KINDS,
     SCHEDULES,
+    SCORING_OBJECTIVES,
+    LossName,
     Objective,
     OptimizerName,
     PackedFormat,
     PackedName,
-    PairLossName,
     RowType,
 )
+from roundpipe_cli.cli.init_choice import choose_objective
 from roundpipe_cli.data.columns import unused_columns
 from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.model.pair_loss import PAIR_LOSSES, Preference, pair_loss
+from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.model.sequence_loss import SEQUENCE_LOSSES, Preference, reward_metrics, sequence_loss
 from roundpipe_cli.model.stored.packed_weights import packed_bytes
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.planning.question import settings_of
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.recipe.schema import Recipe, trained_kind
 from roundpipe_cli.train.optim.optimizer import RULES, make_rule
 
 REQUIRED: dict[str, Any] = {"model": "m", "datasets": (), "learning_rate": 1.0, "output_dir": "out"}
@@ -66,17 +72,17 @@ def test_every_objective_has_its_loss_and_its_settings() -> None:
     """Story: a name that was added to the list alone was accepted and documented, and a sigmoid without a reference was
     trained."""
     assert set(get_args(Objective)) == set(OBJECTIVES) and next(iter(OBJECTIVES)) == Recipe.objective
-    assert {OBJECTIVES[name].loss for name in PAIR_OBJECTIVES} == set(get_args(PairLossName)) == set(PAIR_LOSSES)
-    assert len({OBJECTIVES[name].loss_type for name in PAIR_OBJECTIVES} - {None}) == len(PAIR_OBJECTIVES)
+    assert {OBJECTIVES[name].loss for name in SCORING_OBJECTIVES} == set(get_args(LossName)) == set(SEQUENCE_LOSSES)
+    assert len({OBJECTIVES[name].loss_type for name in SCORING_OBJECTIVES} - {None}) == len(SCORING_OBJECTIVES)
     of_papers = {"dpo": (True, False), "orpo": (False, True), "simpo": (False, True), "ipo": (True, True)}
     in_table = {name: (kind.needs_reference, kind.averages) for name, kind in OBJECTIVES.items() if name in of_papers}
     assert in_table == of_papers  # tests of the losses ask the table
-    for name in PAIR_OBJECTIVES:
+    for name in SCORING_OBJECTIVES:
         recipe, kind = Recipe(**REQUIRED, objective=name), OBJECTIVES[name]
-        assert kind.section in KEYS and recipe.trains_pairs and hasattr(recipe.loss_settings, "beta")
+        assert kind.section in KEYS and recipe.scores_answers and hasattr(recipe.loss_settings, "beta")
         assert isinstance(kind.nll_factor, float) or hasattr(recipe.loss_settings, kind.nll_factor)
     with pytest.raises(AssertionError, match="compares no answers"):
-        pair_loss(torch.zeros(2), torch.tensor([0, 2]), (2, 2), Preference(Recipe.objective, 0.1))
+        sequence_loss(torch.zeros(2), torch.tensor([0, 2]), (2, 2), Preference(Recipe.objective, 0.1))
 
 
 def _compared(tree: ast.AST) -> set[str]:
@@ -87,12 +93,37 @@ def _compared(tree: ast.AST) -> set[str]:
     return {node.value for node in inner if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
+ASKING: dict[str, Callable[[], object]] = {
+    "checks": lambda: load_text("model: m\ndatasets: [{path: x}]\nobjective: dpo\n", "a.yaml"),
+    "rows": lambda: DatasetSpec("x", example="pair").rows,
+    "init": lambda: choose_objective("dpo", None, "pair"),
+    "learning rate": lambda: trained_kind("lora", "dpo"),
+    "plan": lambda: settings_of(Recipe(**REQUIRED, objective="dpo"), 100),
+    "budget": lambda: Recipe(**REQUIRED, objective="dpo").tokens_of_full_row,
+    "units": lambda: Preference("dpo", 0.1).num_rows(4),
+    "metrics": lambda: reward_metrics([[0.0] * 4], [(Preference("dpo", 0.1), 4)]),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_every_room_asks_what_a_row_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a kind of rows without its entry. Whoever treats it as any other one would not fail."""
+    ASKING[name]()
+    monkeypatch.delitem(EXAMPLES, "pair")  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="pair"):
+        ASKING[name]()
+
+
 def test_no_file_but_the_table_compares_an_objectives_name() -> None:
     """13 files did; the table's answers are asked instead."""
     assert _compared(ast.parse("x.get('y', 'sft') != z or x in ('dpo',)")) == {"y", "sft", "dpo"}
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 100
-    wrong = {file.name: names for file in files if (names := _compared(ast.parse(file.read_text())) & set(OBJECTIVES))}
+    wrong = {
+        file.name: names
+        for file in files
+        if (names := _compared(ast.parse(file.read_text())) & {*OBJECTIVES, *EXAMPLES})
+    }
     assert wrong == {}
 
 

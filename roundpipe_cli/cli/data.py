@@ -14,7 +14,7 @@ from roundpipe_cli.units import counted, escape_controls
 
 if TYPE_CHECKING:
     from roundpipe_cli.data.describe import Fill, RowSample
-    from roundpipe_cli.data.tokenized import PackingChoice, TokenizedDataset, TokenizedRows
+    from roundpipe_cli.data.tokenized import PackingChoice, TokenizedDataset
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 BAR_COLUMNS = 40
@@ -56,7 +56,7 @@ def data(
         from roundpipe_cli.data.describe import data_document
 
         most = loaded.recipe.max_seq_length
-        say_json(data_document(look.dataset, look.fill, look.samples, most, rejected=look.rejected), indent=None)
+        say_json(data_document(look.dataset, look.fill, look.samples, most), indent=None)
         return
     for line in report_lines(look, loaded.recipe.max_seq_length):
         say_data(line)
@@ -68,10 +68,8 @@ class DataView:
     """The data to show."""
 
     dataset: TokenizedDataset
-    rejected: TokenizedRows | None
-    """Rejected answers of preference pairs, a row for each row of `dataset`."""
     fill: Fill | None
-    """None for preference pairs, which are not packed."""
+    """None for rows that are not packed."""
     samples: list[RowSample]
 
 
@@ -87,16 +85,16 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     ways: dict[str, Any] = {"offline": offline, "weights": False, "tell": LinePrinter(1)}
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, **ways)
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
-    dataset, rejected = read_rows(loaded, tokenizer, offline, say)
+    dataset = read_rows(loaded, tokenizer, offline, say)
     dataset = replace(dataset, notices=(*dataset.notices, *new.describe(dataset.rows)))
-    shown = samples(dataset, tokenizer, recipe.seed, rejected)
-    if rejected is not None:
-        return DataView(dataset, rejected, None, shown)
+    shown = samples(dataset, tokenizer, recipe.seed, recipe.objective_kind.rows.sides)
+    if recipe.scores_answers:
+        return DataView(dataset, None, shown)
     mix = mix_of(recipe, dataset.rows_by_spec)
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, shuffle=recipe.shuffle)
     if recipe.packing == "auto":
         fill = replace(fill, choice=packing_choice(loaded, dataset))
-    return DataView(dataset, None, fill, shown)
+    return DataView(dataset, fill, shown)
 
 
 def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingChoice:
@@ -120,7 +118,7 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     from roundpipe_cli.data.rows import listed
 
     dataset, report = look.dataset, look.dataset.report
-    lengths = sequence_lengths(dataset, look.rejected)
+    lengths = sequence_lengths(dataset)
     yield f"rows    {report.filter_counts()}"
     for source, filtered in zip(dataset.sources, report.sources, strict=True):
         kept = "{1} rows in {0} sequences" if report.long_rows == "split" else "{0} of {1} rows kept"

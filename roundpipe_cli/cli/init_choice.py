@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
+from roundpipe_cli.choices import OBJECTIVES, ExampleName, Objective, objectives_of
 from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
@@ -131,7 +131,7 @@ def ask_and_write(
         looked = look_at_rows(data, folder, parse_columns(columns))
         if missing and looked.is_guess:
             looked = _agree_on_columns(looked, folder)
-        chosen, why = choose_objective(objective, method, looked.pairs)
+        chosen, why = choose_objective(objective, method, looked.example)
         rows = count_dataset(looked.spec, folder)
         num_rows = rows.num_rows if rows is not None else None
         machine = None if hardware.lower() == HERE else hardware
@@ -199,38 +199,33 @@ class Choice:
     """With rows that are full."""
 
 
-def choose_objective(given: str | None, method: str | None, pairs: bool | None) -> tuple[Objective, str]:
-    """The objective for rows that are pairs or not (None: not known), and the reason where it is not the usual one.
+def choose_objective(given: str | None, method: str | None, example: ExampleName | None) -> tuple[Objective, str]:
+    """The objective for what rows hold (None: not known), and the reason where it is not the usual one.
 
     Raises:
         RefusedError: no training of this kind with such rows, or with this method.
     """
     if given is not None and given not in OBJECTIVES:
         raise RefusedError("unknown objective", where="--objective", found=given, expected=", ".join(OBJECTIVES))
-    usual, fitting = PAIR_OBJECTIVES[0], [name for name in PAIR_OBJECTIVES if method != "full" or not _refers(name)]
     asked = next((name for name in OBJECTIVES if name == given), None)
-    objective = asked or (fitting[0] if pairs else Recipe.objective)
-    if objective not in PAIR_OBJECTIVES:
-        if pairs:
-            found, hint = "preference pairs: a chosen and a rejected answer", f"--objective {either(PAIR_OBJECTIVES)}"
-            raise RefusedError(f"{objective} trains on answers", where="--objective", found=found, hint=hint)
-        return objective, ""
-    if pairs is False:
-        expected = "columns chosen and rejected"
-        raise RefusedError(f"{given} needs preference pairs", where="--objective", found="others", expected=expected)
+    every = objectives_of(example or OBJECTIVES[asked or Recipe.objective].example)
+    fitting = [name for name in every if method != "full" or not OBJECTIVES[name].needs_reference]
+    objective = asked or (fitting or every)[0]
+    kind, noun = OBJECTIVES[objective], OBJECTIVES[every[0]].rows.noun
+    if objective not in every:
+        what, hint = f"objective {objective} trains on {kind.rows.noun}", f"--objective {either(every)}"
+        raise RefusedError(what, where="--objective", found=noun, hint=hint)
     if objective not in fitting:
-        hint = f"--objective {either(fitting)}, or --method lora"
-        raise RefusedError(f"objective {given} needs method lora", where="--method", found="full", hint=hint)
-    why = f"objective {objective}: {'the rows are preference pairs' if pairs else 'as asked'}"
-    if _refers(objective):
+        hint = "".join(f"--objective {name}, or " for name in fitting[:1]) + "--method lora"
+        raise RefusedError(f"objective {objective} needs method lora", where="--method", found="full", hint=hint)
+    if kind.loss is None:
+        return objective, ""
+    why = f"objective {objective}: {'as asked' if example is None else f'the rows are {noun}'}"
+    if kind.needs_reference:
         why += "; the reference is the model without the adapters"
-    elif asked is None and objective != usual:
-        why += f"; {usual} needs method lora, as its reference is the model without adapters"
+    elif asked is None and objective != every[0]:
+        why += f"; {every[0]} needs method lora, as its reference is the model without adapters"
     return objective, f"{why}."
-
-
-def _refers(objective: Objective) -> bool:
-    return OBJECTIVES[objective].needs_reference
 
 
 def choose_settings(
@@ -409,7 +404,7 @@ def _about_devices(dtype: DType, by_processor: bool) -> Iterator[str]:
 def _method(
     architecture: Architecture, machine: Hardware, dtype: DType, *, asked: str | None, objective: Objective
 ) -> tuple[Literal["lora", "full"], str]:
-    if asked is not None or _refers(objective):
+    if asked is not None or OBJECTIVES[objective].needs_reference:
         return METHOD_ANSWERS[asked or "lora"], f"method {asked}: as asked." if asked else ""
     settings = TrainingSettings(SEQUENCE, num_microbatches=1, method="full", dtype=dtype)
     full = judge_coarsest(case_of(architecture, settings, machine))
@@ -441,7 +436,7 @@ def recipe_text(choice: Choice, data: DatasetSpec, path: Path) -> str:
     header += [f"#   roundpipe finetune {shlex.quote(str(path))}", "#"]
     for reason in choice.reasons:
         header += textwrap.wrap(reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
-    keys = {"objective": recipe.trains_pairs, "load_in_4bit": recipe.load_in_4bit}
+    keys = {"objective": recipe.scores_answers, "load_in_4bit": recipe.load_in_4bit}
     usual = ("datasets", "max_seq_length", "gradient_accumulation_steps")
     others = [override.partition("=")[0] for override in choice.overrides]
     keys |= dict.fromkeys([*(key for key in others if key not in usual), *usual], True)

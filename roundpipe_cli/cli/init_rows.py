@@ -1,4 +1,4 @@
-"""A first look at a file of rows for `init`: its encoding, its columns, whether rows are pairs, and how it is told."""
+"""A first look at a file of rows for `init`: its encoding, its columns, what its rows hold, and how it is told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundpipe_cli.choices import ROW_KINDS
+from roundpipe_cli.choices import EXAMPLES, ROW_KINDS, ExampleName
 from roundpipe_cli.data.columns import columns_text
 from roundpipe_cli.data.encodings import guess_encoding, is_utf8
 from roundpipe_cli.data.formats import UnknownColumnsError, decide_format
@@ -32,8 +32,8 @@ class Looked:
 
     spec: DatasetSpec
     """The file, with the encoding and the columns that the recipe will have."""
-    pairs: bool | None = None
-    """Whether they are preference pairs; None: not known."""
+    example: ExampleName | None = None
+    """What a row holds; None: not known."""
     unknown: str = ""
     """A reason for the recipe's header that says of which files nothing is known; empty: none."""
     is_guess: bool = False
@@ -118,7 +118,7 @@ def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = No
     if (encoding := _encoding(sources)) is not None:
         spec = replace(spec, encoding=encoding)
         sources = find_sources(spec, folder, offline=True)
-    known, first, filled = dict[bool, str](), None, list[bool]()
+    known, first, filled = dict[ExampleName, str](), None, list[bool]()
     unknown = [source.name for source in sources[LOOKED_AT:]]
     for source in sources[:LOOKED_AT]:
         rows: list[RawRow] | None = None
@@ -127,20 +127,21 @@ def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = No
                 rows = next(in_chunks(source.rows()), [])
                 filled.append(bool(rows))
         try:
-            pairs = _are_pairs(source, rows or [])
+            example = _example_of(source, rows or [])
         except UnknownColumnsError as error:
             if not error.likely:
                 raise
             return replace(look_at_rows(data, folder, error.likely), is_guess=True)
         first = first or next((row.columns for row in rows or () if row.fault is None), None)
-        if pairs is not None:
-            known.setdefault(pairs, source.name)
+        if example is not None:
+            known.setdefault(example, source.name)
         elif rows is None:
             unknown.append(source.name)
     if sources and filled == [False] * len(sources):
         raise no_rows(sources)
-    if len(known) == 2:
-        what, found = "files with and without preference pairs", f"pairs in {known[True]}, none in {known[False]}"
+    if len(known) > 1:
+        what = " and ".join(EXAMPLES[name].noun for name in known)
+        found = ", ".join(f"{EXAMPLES[name].noun} in {file}" for name, file in known.items())
         raise RefusedError(f"{what} cannot be trained together", where=data, found=found, hint="a recipe for each kind")
     files = f"{len(unknown)} of {len(sources)} files, such as {unknown[-1]}" if unknown else ""
     if not known:
@@ -158,8 +159,8 @@ def _encoding(sources: Sequence[Source]) -> str | None:
     return next(filter(None, (guess_encoding(head_of(file)) for file in files)), None)
 
 
-def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
-    """Whether these first rows are preference pairs; None without rows.
+def _example_of(source: Source, read: Sequence[RawRow]) -> ExampleName | None:
+    """Content of these first rows; None without rows.
 
     Raises:
         RefusedError: `data` would refuse them all.
@@ -168,8 +169,10 @@ def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
     rows = [row for row in read if row.fault is None][:LOOKED_AT]
     columns, row_format = [row.columns for row in rows], None
     if rows:
-        with suppress(RefusedError):
-            row_format = decide_format(replace(source.spec, pairs=True), columns, source.name)
+        for example in [*EXAMPLES][1:]:
+            with suppress(RefusedError):
+                made = decide_format(replace(source.spec, example=example), columns, source.name)
+                row_format = row_format or made
         row_format = row_format or decide_format(source.spec, columns, source.name)
         for row in rows:
             try:
@@ -177,7 +180,7 @@ def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
                 opened = own.opened(row.columns)
                 own.unused(opened)
                 own.parse(opened)
-                return row_format.type == "preference"
+                return row_format.spec.example
             except BadRowError as error:
                 faults.append(replace(error.fault, where=source.where(row.number)))
     if faults:

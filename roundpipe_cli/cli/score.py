@@ -145,7 +145,7 @@ def _with_rows(loaded: LoadedRecipe, path: str) -> LoadedRecipe:
     recipe, plain = loaded.recipe, DatasetConfig(path=path)
     first = replace(recipe.datasets[0], path=path, name=plain.name, split=plain.split)
     entry = next((one for one in (*recipe.datasets, *recipe.eval_datasets) if one.path == path), first)
-    if recipe.trains_pairs:  # their own rows are pairs
+    if recipe.scores_answers:  # their own rows are pairs
         entry = replace(entry, type=plain.type, columns=plain.columns)
     alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
     return replace(loaded, recipe=replace(recipe, datasets=(entry,), objective=Recipe.objective, **alone))

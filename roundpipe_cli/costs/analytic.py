@@ -137,7 +137,7 @@ def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, dev
         architecture.vocab_size,
         architecture.hidden_size,
         size=settings.dtype_bytes,
-        at_once=logits_at_once(architecture.model_type) if has_kernel and settings.sequences_per_row == 1 else None,
+        at_once=logits_at_once(architecture.model_type) if has_kernel and not settings.scores_answers else None,
     )
 
 

@@ -28,6 +28,8 @@ class TrainingSettings:
     micro_batch_size: float = 1
     sequences_per_row: int = 1
     """Sequences of a row: 2 for pairs of answers."""
+    scores_answers: bool = False
+    """The loss is of whole answers: the head looks at a microbatch twice, and never writes over its logits."""
     num_microbatches: int = 8
     """Microbatches of a step."""
     counts_tokens: bool = False

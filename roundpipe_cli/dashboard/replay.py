@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from roundpipe_cli import events
+from roundpipe_cli.choices import EXAMPLES
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
@@ -26,8 +27,8 @@ MAX_LINE_BYTES = 16 * 1024**2
 MAX_READ_BYTES = 2 * MAX_LINE_BYTES
 """Read at once: a file without an end, or of a terabyte of nothing, is no reason to take all memory."""
 MAX_LOCK_BYTES = 1 << 16
-PREFERENCE_KEYS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy", "nll_loss")
-"""Keys of a row of metrics.jsonl that only preference pairs have."""
+REWARD_KEYS = tuple(dict.fromkeys(key for kind in EXAMPLES.values() for key in kind.metrics))
+"""Keys of a row of metrics.jsonl that only some objectives have."""
 
 TimedEvent = tuple[float, events.Event]
 MetricsRow = dict[str, Any]
@@ -181,7 +182,7 @@ class RunFiles:
                 **row,
                 **{"event": "StepFinished", "num_steps": total, "eta_s": 0.0},
                 "grad_norm": math.inf if row.get("grad_norm") is None else row["grad_norm"],
-                "preference": {name: row[name] for name in PREFERENCE_KEYS if name in row} or None,
+                "preference": {name: row[name] for name in REWARD_KEYS if name in row} or None,
             }
         )
         if not isinstance(event, events.StepFinished):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from roundpipe_cli.choices import PAIR_OBJECTIVES, ROW_KINDS
+from roundpipe_cli.choices import ROW_KINDS, SINGLE_TYPES, objectives_of
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages, messages_in_text
 from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, is_null_word, printable
 from roundpipe_cli.errors import RefusedError
@@ -23,8 +23,6 @@ from roundpipe_cli.units import either
 #
 # An empty value (null, an empty text or list) has no meaning in any column.
 
-SINGLE_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers < 2)
-"""Types of rows without a second answer."""
 ANSWER_TYPES = tuple(name for name in SINGLE_TYPES if ROW_KINDS[name].num_answers)
 """Types of rows with one answer to train."""
 PROMPT_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers)
@@ -129,7 +127,7 @@ ANSWER_FORMS = ("messages", "response", "conversations", "answer", "output", "co
 """Endings of the columns that hold an answer of a pair: `chosen_messages`, `rejected-response`."""
 REJECTED = re.compile(rf"rejected([_-]({'|'.join(ANSWER_FORMS)}))?")
 CHOSEN = re.compile(rf"chosen([_-]({'|'.join(ANSWER_FORMS)}))?")
-PAIR_HINT = f"write `objective: {PAIR_OBJECTIVES[0]}` (or {either(PAIR_OBJECTIVES[1:])})"
+PAIR_HINT = f"write `objective: {either(objectives_of('pair'))}`"
 THOUGHTS = r"reasoning(_content)?|thinking|thoughts?|think|cot|chain_of_thought"
 KTO_HINT = "keep the rows whose answers are wanted and delete the column, or make pairs of them for `objective: dpo`"
 TOKENS_HINT = "give the texts or messages that the tokens were made of"

@@ -1,4 +1,4 @@
-"""From the recipe's datasets, single answers or pairs, to token ids and labels on disk, with a report on every row.
+"""From the recipe's datasets to token ids and labels on disk, with a report on every row.
 
     files -> rows -> chunks -> child processes (parse, render, tokenise, mask) -> shard per source -> mapped into memory
 
@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +190,7 @@ class _Builder:
             return None
         self._ends = self._ends or self._pool.ends()  # before the children start to work
         rows = self._with_format(source, report, chain([first], chunks))
-        with ShardWriter(key, 2 if source.spec.pairs else 1) as writer:
+        with ShardWriter(key, len(source.spec.rows.sides)) as writer:
             for result in self._pool.encode(rows, source.name):
                 writer.add(result, report.rows_read)
                 report.add(result.report)
@@ -301,8 +301,8 @@ class _Builder:
         rows = TokenizedRows(self._shards)
         twice = [f"{text}: trained twice" for text in same_rows(zip(self._sources, rows.numbers, strict=True))]
         notices = [*self._source_notices, *(text for one in sources for text in one.notices), *twice]
-        return TokenizedDataset(
-            rows,
+        dataset = TokenizedDataset(
+            rows.answers(len(self._settings.datasets[0].rows.sides)),
             report,
             tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
             self._pool.templates[0],
@@ -310,6 +310,7 @@ class _Builder:
             tuple(self.rows_by_spec),
             self._num_cached,
         )
+        return replace(dataset, notices=(*dataset.notices, *_equal_answers(dataset)))
 
     def _bad_rows_error(self, report: DataReport) -> RefusedError:
         error = RefusedError(
@@ -369,28 +370,14 @@ class _Builder:
                 yield f"{'warning: ' * warns}{len(places)} of {report.rows_read} rows {words}: {listed(places)}"
 
 
-# Preference pairs: rows with a chosen and a rejected answer to one prompt (`formats.py` has their shapes).
-#
-# A row is read once, and its two answers are sequences of their own; a pair is kept if both are.
+# A row is read once, and its answers are sequences of their own (`formats.py` has their shapes); it is kept if all are.
 
 
-def build_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Say) -> TokenizedDataset:
-    """The chosen rows and the rejected ones. The report counts a row once and the tokens of both answers.
-
-    Raises:
-        RefusedError: as `build_dataset`.
-    """
-    specs = tuple(replace(spec, pairs=True) for spec in settings.datasets)
-    dataset = build_dataset(replace(settings, datasets=specs), tokenizer, tell)
-    chosen, rejected = dataset.rows.answers()
-    notices = dataset.notices
-    equal = [dataset.where(chosen[index].row_id) for index in _equal_pairs(chosen, rejected)]
-    if equal:
-        places = f"(they are kept): {listed(equal)}"
-        notices += (f"{len(equal)} of {len(rejected)} pairs have two equal answers, which prefer nothing {places}",)
-    return replace(dataset, rows=chosen, rejected=rejected, notices=notices)
-
-
-def _equal_pairs(chosen: TokenizedRows, rejected: TokenizedRows) -> list[int]:
-    candidates = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
-    return [index for index in candidates if np.array_equal(chosen[index].input_ids, rejected[index].input_ids)]
+def _equal_answers(dataset: TokenizedDataset) -> Iterator[str]:
+    """A notice about preference pairs whose two answers are the same."""
+    for chosen, rejected in pairwise(dataset.sides):
+        candidates = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
+        equal = [index for index in candidates if np.array_equal(chosen[index].input_ids, rejected[index].input_ids)]
+        if equal:
+            places = f"(they are kept): {listed([dataset.where(chosen[index].row_id) for index in equal])}"
+            yield f"{len(equal)} of {len(rejected)} pairs have two equal answers, which prefer nothing {places}"

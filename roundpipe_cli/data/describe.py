@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from roundpipe_cli.data.tokenized import (
     Row,
     RowMix,
     TokenizedDataset,
-    TokenizedRows,
     count_sequences,
 )
 from roundpipe_cli.units import round_step
@@ -45,7 +45,7 @@ class RowSample:
     where: str
     row_id: int
     answer: str | None
-    """`chosen` or `rejected`, of a preference pair."""
+    """Its side, where a row has several."""
     input_ids: list[int]
     labels: list[int]
     pieces: tuple[TextPiece, ...]
@@ -78,15 +78,15 @@ def fill_with_packing(
 
 
 def samples(
-    dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, seed: int, rejected: TokenizedRows | None = None
+    dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, seed: int, names: Sequence[str | None]
 ) -> list[RowSample]:
-    """The first row, the longest and a random one; of preference pairs the chosen and the `rejected` row of each."""
-    lengths = dataset.rows.lengths if rejected is None else dataset.rows.lengths + rejected.lengths
+    """The first row, the longest and a random one, all sides of each; `names`: of the sides."""
+    lengths = np.sum([side.lengths for side in dataset.sides], axis=0)
     picked = {"first": 0, "longest": int(lengths.argmax()), "random": random.Random(seed).randrange(len(lengths))}
-    sides = [(None, dataset.rows)] if rejected is None else [("chosen", dataset.rows), ("rejected", rejected)]
     made = []
     for kind, index in picked.items():
         where = dataset.where(dataset.rows[index].row_id)
+        sides = zip(names, dataset.sides, strict=True)
         made += [_sample(rows[index], tokenizer, kind, where, answer=answer) for answer, rows in sides]
     return made
 
@@ -102,25 +102,20 @@ def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str,
     return RowSample(kind, where, row.row_id, answer, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces))
 
 
-def sequence_lengths(dataset: TokenizedDataset, rejected: TokenizedRows | None) -> npt.NDArray[np.int64]:
+def sequence_lengths(dataset: TokenizedDataset) -> npt.NDArray[np.int64]:
     """Tokens of every sequence that is trained: of preference pairs, of both answers."""
-    return dataset.rows.lengths if rejected is None else np.concatenate([dataset.rows.lengths, rejected.lengths])
+    return np.concatenate([side.lengths for side in dataset.sides])
 
 
 def data_document(
-    dataset: TokenizedDataset,
-    fill: Fill | None,
-    shown: list[RowSample],
-    max_seq_length: int,
-    *,
-    rejected: TokenizedRows | None = None,
+    dataset: TokenizedDataset, fill: Fill | None, shown: list[RowSample], max_seq_length: int
 ) -> dict[str, Any]:
     """The report in the types of JSON.
 
     Args:
-        fill: None for preference pairs, which are not packed.
+        fill: None for rows that are not packed.
     """
-    report, lengths = dataset.report, sequence_lengths(dataset, rejected)
+    report, lengths = dataset.report, sequence_lengths(dataset)
     packing: dict[str, Any] | None = None
     if fill is not None:
         packing = {"sequences": fill.num_sequences, "fill": fill.ratio}
@@ -149,7 +144,7 @@ def data_document(
             "longest_before_cut": report.longest_row_tokens,
             "histogram": [{"from": low, "to": high, "rows": rows} for low, high, rows in histogram(lengths)],
         },
-        "pairs": None if rejected is None else len(rejected),
+        "pairs": None if len(dataset.sides) == 1 else len(dataset.rows),
         "packing": packing and {"max_seq_length": max_seq_length, **packing},
         "sources": [
             {**asdict(source), "bad_rows": [{"row": number, **asdict(fault)} for number, fault in source.bad_rows]}

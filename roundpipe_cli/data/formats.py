@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from roundpipe_cli.choices import ROW_KINDS, RowType
+from roundpipe_cli.choices import ROW_KINDS, SINGLE_TYPES, RowType
 from roundpipe_cli.data.columns import (
     ANSWER_COLUMNS,
-    SINGLE_TYPES,
     columns_text,
     find_column,
     is_columnar,
@@ -329,9 +328,9 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
         raise inside
     layouts = list(dict.fromkeys(map(tuple, rows)))
     every = tuple(dict.fromkeys(chain.from_iterable(layouts)))
-    types = ("preference",) if spec.pairs else SINGLE_TYPES if spec.type == "auto" else (spec.type,)
+    types = spec.rows.row_types if spec.type == "auto" else (spec.type,)
     _refuse_unknown_fields(spec, [field for row_type in types for field in _all_fields(row_type)], where)
-    if spec.pairs:
+    if "preference" in types:
         made = RowFormat(spec, "preference", find_answers(spec, layouts, where)).fitted(every)
         shown = printable("columns " + ", ".join(dict.fromkeys(made.columns.values())))
         return replace(made, notice=f"{where}: read as preference pairs ({shown})")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from roundpipe_cli.choices import RowRole, RowType
+from roundpipe_cli.choices import EXAMPLES, ExampleKind, ExampleName, RowRole, RowType
 
 AlpacaJoin = Literal["blank_line", "newline"]
 
@@ -35,8 +35,8 @@ class DatasetSpec:
     """Configuration of a hub dataset, e.g. `main`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our field name to the file's column: `{"prompt": "question"}`."""
-    pairs: bool = False
-    """Rows are preference pairs."""
+    example: ExampleName = "answer"
+    """What a row holds."""
     rules: TrainRules = TrainRules()
     as_chat: bool = True
     """Whether plain prompts and completions become turns where there is a chat template."""
@@ -46,16 +46,20 @@ class DatasetSpec:
     encoding: str = "utf-8"
     """Encoding of a local text file without a mark that says it, by Python's name."""
 
+    @property
+    def rows(self) -> ExampleKind:
+        """What a row holds, as the table has it."""
+        return EXAMPLES[self.example]
 
-def spec_of(entry: Any) -> DatasetSpec:
-    """An entry of a recipe's `datasets` in this room's terms; whether rows are pairs is not decided here."""
+
+def spec_of(entry: Any, example: ExampleName) -> DatasetSpec:
+    """An entry of a recipe's `datasets` in this room's terms, and what its objective has a row hold."""
 
     def named(kind: type[Any]) -> dict[str, Any]:
         return {one.name: getattr(entry, one.name) for one in fields(kind) if hasattr(entry, one.name)}
 
     columns = {str(key): value for key, value in entry.columns.items()}
-    row_type = "auto" if entry.type == "preference" else entry.type
-    own = {"type": row_type, "columns": columns, "rules": TrainRules(**named(TrainRules))}
+    own = {"example": example, "columns": columns, "rules": TrainRules(**named(TrainRules))}
     return DatasetSpec(**named(DatasetSpec) | own)
 
 

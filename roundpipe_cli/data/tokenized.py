@@ -188,15 +188,15 @@ class TokenizedRows(Sequence[Row]):
     """The kept rows of all sources, read from their mapped shards."""
 
     def __init__(
-        self, shards: Sequence[Shard], positions: npt.NDArray[np.int64] | None = None, answer: int | None = None
+        self, shards: Sequence[Shard], positions: npt.NDArray[np.int64] | None = None, answer: tuple[int, int] = (0, 1)
     ) -> None:
         """
         Args:
             positions: of the rows that there are, ascending; None: all of the shards.
-            answer: of preference pairs, the rows with the chosen answers (0) or the rejected ones (1).
+            answer: index of the answer that it has, and how many a row has.
         """
         self._shards, self._positions, self._answer = tuple(shards), positions, answer
-        own = slice(None) if answer is None else slice(answer, None, 2)
+        own = slice(answer[0], None, answer[1])
         self._places = [shard.places[own] for shard in shards]
         self._starts = [(np.cumsum(shard.lengths) - shard.lengths)[own] for shard in shards]
         lengths: npt.NDArray[np.int64] = np.concatenate([shard.lengths[own] for shard in shards])
@@ -241,10 +241,12 @@ class TokenizedRows(Sequence[Row]):
         kept = positions if self._positions is None else self._positions[positions]
         return TokenizedRows(self._shards, kept, self._answer)
 
-    def answers(self) -> tuple[TokenizedRows, TokenizedRows]:
-        """The chosen and the rejected rows of preference pairs; row i of both is one pair."""
-        every = np.arange(len(self) // 2)  # not None: checkpoints hold a hash over these positions too
-        return TokenizedRows(self._shards, every, 0), TokenizedRows(self._shards, every, 1)
+    def answers(self, count: int) -> tuple[TokenizedRows, ...]:
+        """The first answers, the second ones and so on, of rows that have `count`; index i of all is one row."""
+        if count == 1:
+            return (self,)
+        every = np.arange(len(self) // count)  # not None: checkpoints hold a hash over these positions too
+        return tuple(TokenizedRows(self._shards, every, (index, count)) for index in range(count))
 
     @property
     def max_id(self) -> int:
@@ -257,7 +259,7 @@ class TokenizedRows(Sequence[Row]):
 
     def content_hash(self) -> str:
         """SHA-256 over the tokens and labels of every row: equal exactly if every batch would be."""
-        digest = hashlib.sha256("".join(shard.digests[self._answer or 0] for shard in self._shards).encode())
+        digest = hashlib.sha256("".join(shard.digests[self._answer[0]] for shard in self._shards).encode())
         if self._positions is not None:
             digest.update(self._positions.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -290,8 +292,8 @@ class TokenizedRows(Sequence[Row]):
 class TokenizedDataset:
     """The data as training needs it."""
 
-    rows: TokenizedRows
-    """The rows of preference pairs have the chosen answers."""
+    sides: tuple[TokenizedRows, ...]
+    """The rows; of preference pairs the chosen answers, then the rejected ones, a row for each."""
     report: DataReport
     notices: tuple[str, ...]
     """Decisions and lost rows, a line each for the user."""
@@ -302,16 +304,23 @@ class TokenizedDataset:
     """Kept rows of each entry of the recipe's `datasets`; a glob is several sources and one entry."""
     num_cached: int
     """Sources whose tokens were taken from the cache."""
-    rejected: TokenizedRows | None = None
-    """The rejected answers of preference pairs, a row for each of `rows`."""
+
+    @property
+    def rows(self) -> TokenizedRows:
+        """The rows; of preference pairs those with the chosen answers."""
+        return self.sides[0]
+
+    @cached_property
+    def lengths(self) -> Rows:
+        """Tokens of each row as a microbatch pads it: of a pair, of its longer answer."""
+        longest: Rows = np.max([side.lengths for side in self.sides], axis=0)
+        return longest
 
     @cached_property
     def content_hash(self) -> str:
         """Over the tokens and labels of every row: the same exactly if every batch would be."""
-        own = self.rows.content_hash()
-        if self.rejected is None:
-            return own
-        return hashlib.sha256(f"{own} {self.rejected.content_hash()}".encode()).hexdigest()
+        own = [side.content_hash() for side in self.sides]
+        return own[0] if len(own) == 1 else hashlib.sha256(" ".join(own).encode()).hexdigest()
 
     @property
     def numbered_sources(self) -> list[tuple[Source, Rows]]:
@@ -391,10 +400,9 @@ def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[Tokeniz
 
 def _part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
     """The rows of `dataset` at these ascending positions, as a dataset of their own."""
-    rejected = None if dataset.rejected is None else dataset.rejected.select(positions)
     borders = np.cumsum([0, *dataset.rows_by_spec])
     by_spec = np.diff(np.searchsorted(positions, borders)).tolist()
-    return replace(dataset, rows=dataset.rows.select(positions), rejected=rejected, rows_by_spec=tuple(by_spec))
+    return replace(dataset, sides=tuple(one.select(positions) for one in dataset.sides), rows_by_spec=tuple(by_spec))
 
 
 # `packing: auto`: rows are packed where they are short, where the model allows it, and where enough steps are left.

@@ -44,7 +44,6 @@ from roundpipe_cli.kernels.capability import (
 )
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores
-from roundpipe_cli.model.pair_loss import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Kind, Schedule
@@ -443,7 +442,7 @@ class Engine:
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
             notices=self._take_notices(),
             rewards=tuple(
-                Rewards.of(state.reward_sums) for state in context.microbatches if state.reward_sums is not None
+                tuple(state.reward_sums.tolist()) for state in context.microbatches if state.reward_sums is not None
             ),
             gradient_norm=math.sqrt(sum(squares)) / context.gradients.options.loss_scale,
             step_s=seconds,

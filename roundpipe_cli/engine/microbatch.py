@@ -11,7 +11,7 @@ import torch
 from roundpipe_cli.engine.step import Microbatch, Part
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.head import HeadScores, target_rows
-from roundpipe_cli.model.pair_loss import Preference
+from roundpipe_cli.model.sequence_loss import Preference
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MicrobatchState:
     loss_sum: float | torch.Tensor | None = None
     preference: Preference | None = None
     reward_sums: torch.Tensor | None = None
-    """Sums of which `Rewards` are the means; set for preference pairs."""
+    """As `HeadResult.reward_sums`."""
     scores: HeadScores | None = None
     """Set in a pass without backward."""
     lengths: torch.Tensor | None = None
@@ -64,8 +64,8 @@ class MicrobatchState:
 
     @property
     def num_units(self) -> int:
-        """Number of target tokens, or of pairs: the loss is a mean over them."""
-        return len(self.target_ids) if self.preference is None else len(self.input_ids) // 2
+        """Number of target tokens, or of rows: the loss is a mean over them."""
+        return len(self.target_ids) if self.preference is None else self.preference.num_rows(len(self.input_ids))
 
 
 def microbatch_states(
@@ -93,7 +93,7 @@ def microbatch_states(
             state.position_ids = None if positions is None else positions[:, :end]
             if num_chunks > 1:
                 state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
-                assert microbatch.preference is None, "pairs are not cut"
+                assert microbatch.preference is None, "answers that are scored as wholes are not cut"
             else:
                 state.preference, state.lengths = microbatch.preference, microbatch.lengths
             states.append(state)

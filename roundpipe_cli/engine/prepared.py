@@ -190,7 +190,7 @@ class StepContext:
     prepared: PreparedProgram
     microbatches: list[MicrobatchState]
     num_units: int
-    """Number of the step's target tokens, or pairs: the loss is their mean."""
+    """Number of the step's target tokens, or rows: the loss is their mean."""
     loss: HeadLoss
     """How the loss is computed; its gradient scale is the step's loss scale / `num_units`."""
     dropout_seed: int

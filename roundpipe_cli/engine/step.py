@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.model.pair_loss import Preference, Rewards
+from roundpipe_cli.model.sequence_loss import Preference
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.timeline import UP, Interval, Timeline, bubble_ratio, utilization
 
@@ -23,7 +23,7 @@ class Microbatch:
     position_ids: torch.Tensor | None = None
     """int64 [B, T], restarting with each of the packed rows of a sequence; None: the model counts from 0."""
     preference: Preference | None = None
-    """The rows are pairs, chosen ones first; None: the loss is that of the target tokens."""
+    """Sequences are scored as wholes, side by side of their rows; None: the loss is that of the target tokens."""
     lengths: torch.Tensor | None = None
     """int64 [B]: tokens of each sequence without padding, for the routers' loss; None: all."""
 
@@ -43,7 +43,7 @@ class StepResult:
     """Result of one step. The gradients are in the weight store."""
 
     loss: float
-    """Mean loss of the step's target tokens, or of its pairs."""
+    """Mean loss of the step's target tokens, or of its rows."""
     num_target_tokens: int
     gradient_norm: float
     """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
@@ -62,8 +62,8 @@ class StepResult:
     """Per worker, seconds of operations in which a GPU may have waited for launches."""
     started_s: float = 0.0
     """Start by `time.perf_counter`."""
-    rewards: tuple[Rewards, ...] = ()
-    """Rewards of each microbatch of preference pairs."""
+    rewards: tuple[tuple[float, ...], ...] = ()
+    """Sums of each microbatch whose sequences are scored as wholes, for `reward_metrics`."""
     fused_head: bool = True
     """Whether the head was fused into the first backward stage, as the schedule says."""
     links: tuple[Interval, ...] = ()

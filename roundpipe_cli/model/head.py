@@ -15,7 +15,7 @@ import torch
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
-from roundpipe_cli.model.pair_loss import Preference, pair_loss, sequence_sums
+from roundpipe_cli.model.sequence_loss import Preference, sequence_loss, sequence_sums
 from roundpipe_cli.model.taps import GradientTaps, before_views
 
 Logits = Callable[[torch.Tensor, int], torch.Tensor]
@@ -32,7 +32,7 @@ class HeadTargets:
     ids: torch.Tensor
     """int64 [N]: the tokens."""
     preference: Preference | None = None
-    """The sequences are preference pairs, its tensors on the hidden states' device; None: the loss is the sum over
+    """The sequences are scored as wholes, its tensors on the hidden states' device; None: the loss is the sum over
     target tokens."""
 
 
@@ -61,7 +61,7 @@ class HeadResult:
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
     reward_sums: torch.Tensor | None = None
-    """Sums of which `Rewards` are the means, float64 [4]; set for preference pairs."""
+    """Sums of which `reward_metrics` takes the means, float64 [4]; set where sequences are scored as wholes."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +218,7 @@ def run_head(
 ) -> HeadResult:
     """Forward and backward of the head for one microbatch.
 
-    The loss of preference pairs needs the log-probabilities of whole sequences first: a forward of all chunks. It then
+    A loss of whole sequences needs their log-probabilities first: a forward of all chunks. It then
     differs from the sum of tokens' losses by one factor for each token.
 
     Args:
@@ -227,14 +227,13 @@ def run_head(
         taps: take the gradients of the head's trainable parameters, one at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
     """
-    indices, preference = targets.indices, targets.preference
+    indices, preference, shape = targets.indices, targets.preference, (hidden.shape[0], hidden.shape[1])
     flat = hidden.detach().flatten(0, 1)
     rows = flat[indices]
     result, token_factors = HeadResult(0.0, None), None
     if preference is not None:
-        scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens)
-        shape = hidden.shape[0], hidden.shape[1]
-        pair_sum, token_factors, result.reward_sums = pair_loss(scores.log_probabilities, indices, shape, preference)
+        scored = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens).log_probabilities
+        whole_sum, token_factors, result.reward_sums = sequence_loss(scored, indices, shape, preference)
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
     for start in range(0, rows.shape[0], loss.chunk_tokens):
         part = slice(start, start + loss.chunk_tokens)
@@ -253,7 +252,7 @@ def run_head(
             assert chunk.grad is not None
             grad_rows[part] = chunk.grad
     if preference is not None:
-        result.loss_sum = pair_sum
+        result.loss_sum = whole_sum
     if grad_rows is not None:
         grad_flat = torch.zeros_like(flat)
         grad_flat[indices] = grad_rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, SCORING_OBJECTIVES
 from roundpipe_cli.recipe.foreign import answer_of, answer_to, is_off
 
 Writes = Mapping[str, Any]
@@ -119,9 +119,9 @@ def _job(value: Any) -> Writes:
     """LLaMA-Factory's `stage` and axolotl's `rl`."""
     if value in _SINGLE_STAGES:
         return {}
-    if value in PAIR_OBJECTIVES:
+    if value in SCORING_OBJECTIVES:
         return {"objective": value}
-    raise ValueError(answer_to("objective", str(value)) or f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}")
+    raise ValueError(answer_to("objective", str(value)) or f"expected one of sft, pt, {', '.join(SCORING_OBJECTIVES)}")
 
 
 _QLORA: Writes = {"method": "lora", "load_in_4bit": True}

@@ -16,8 +16,8 @@ from roundpipe_cli.choices import (
     OPTIMIZER_KEYS,
     OPTIMIZERS,
     PACKED_FORMATS,
-    PAIR_OBJECTIVES,
     SCHEDULE_KINDS,
+    SCORING_OBJECTIVES,
 )
 from roundpipe_cli.errors import Problem, num_edits
 from roundpipe_cli.recipe.aliases import ALIASES
@@ -475,8 +475,6 @@ def _find_above_peak(recipe: Recipe, given: dict[str, Any], findings: Findings) 
 
 NEEDS_EVALUATION = ("eval_steps", "eval_samples", "load_best_model_at_end", "early_stopping_patience")
 """Keys without effect where there are no rows to evaluate on."""
-PAIRS = "preference"
-PAIRS_HINT = f"add the line `objective: {PAIR_OBJECTIVES[0]}` (or {either(PAIR_OBJECTIVES[1:])})"
 SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
 """Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
@@ -495,7 +493,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
 
 def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
-    _find_preference_problems(recipe, findings)
+    _find_objective_problems(recipe, findings)
     find_schedule_problems(recipe, findings)
     _find_chunk_problems(recipe, findings)
     _find_stage_problems(recipe.pipeline, findings)
@@ -535,7 +533,7 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
     if not recipe.val_set_size and not recipe.eval_datasets:
         for key in NEEDS_EVALUATION:
             yield key, "needs rows to evaluate on", "add a line such as `val_set_size: 0.05`, or eval_datasets"
-    if recipe.trains_pairs:
+    if recipe.scores_answers:
         # of means that are compared, a prompt's log-probability would be a part
         for key in ("label_smoothing_factor", *(["train_on_inputs"] if recipe.objective_kind.averages else [])):
             yield key, f"is not offered with objective {recipe.objective}", None
@@ -545,7 +543,8 @@ def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
     path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
     if recipe.token_budget is not None and recipe.token_budget < row:
         what = "a row of max_seq_length tokens does not fit into a microbatch"
-        each = f"{recipe.max_seq_length} tokens" + (" for each answer of a pair" if recipe.trains_pairs else "")
+        each = f"{recipe.max_seq_length} tokens"
+        each += " for each answer of a pair" if row > recipe.max_seq_length else ""
         hint = f"micro_batch_tokens={row}, or a smaller max_seq_length"
         findings.add(path, what, found=str(recipe.token_budget), expected=f"at least {row}: {each}", hint=hint)
 
@@ -577,7 +576,7 @@ def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
     """Rules for what is trained of a conversation, where all of it is, or where an answer is compared."""
     every = recipe.train_on_inputs
     why = "train_on_inputs trains every token" if every else f"objective {recipe.objective} compares whole answers"
-    keys = ["roles_to_train", "turns_to_train"] if every or recipe.trains_pairs else []
+    keys = ["roles_to_train", "turns_to_train"] if every or recipe.scores_answers else []
     for path, dataset in _datasets_of(recipe):
         for key in [*keys, *(["train_on_eos"] if every else [])]:
             if getattr(dataset, key) != defaults_of(DatasetConfig)[key]:
@@ -586,20 +585,19 @@ def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
             findings.add((*path, "thoughts"), f"{why}, thoughts too", found="mask", expected="train or drop")
 
 
-def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
-    objective, has_pairs = recipe.objective, recipe.trains_pairs
+def _find_objective_problems(recipe: Recipe, findings: Findings) -> None:
+    objective, rows = recipe.objective, recipe.objective_kind.rows
     for path, dataset in _datasets_of(recipe):
-        if not has_pairs and dataset.type == PAIRS:
-            findings.add((*path, "type"), "preference pairs need another objective", hint=PAIRS_HINT)
-        if has_pairs and dataset.type not in ("auto", PAIRS):
-            what = f"objective {objective} needs preference pairs"
-            findings.add((*path, "type"), what, found=dataset.type, expected=PAIRS)
-    if has_pairs and recipe.long_rows == "split":
-        findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
-    if has_pairs and recipe.packs:  # `auto` is off with pairs
+        if dataset.type != "auto" and dataset.type not in rows.row_types:
+            fitting = [name for name, kind in OBJECTIVES.items() if dataset.type in kind.rows.row_types]
+            what, hint = f"objective {objective} needs {rows.noun}", f"add the line `objective: {either(fitting)}`"
+            findings.add((*path, "type"), what, found=dataset.type, expected=either(rows.row_types), hint=hint)
+    if recipe.scores_answers and recipe.long_rows == "split":
+        findings.add(("long_rows",), f"{rows.noun} cannot be split", hint=SPLIT_HINT)
+    if recipe.scores_answers and recipe.packs:  # `auto` is off with them
         findings.add(("packing",), f"packing is not offered with objective {objective}", hint="delete the line packing")
     if recipe.objective_kind.needs_reference and recipe.method != "lora":
-        others = either(name for name in PAIR_OBJECTIVES if not OBJECTIVES[name].needs_reference)
+        others = either(name for name in SCORING_OBJECTIVES if not OBJECTIVES[name].needs_reference)
         why = f"the reference leaves the trained adapter out, or has its start; objective {others} needs none"
         findings.add(("method",), f"objective {objective} needs method lora", found=recipe.method, hint=why)
 
@@ -610,7 +608,7 @@ def chunk_clashes(recipe: Recipe) -> list[tuple[str, str]]:
     bound = "all chunks go forward before one goes backward"
     clashes = (
         (recipe.token_budget is not None, "micro_batch_tokens", "chunked sequences are not counted by tokens"),
-        (recipe.trains_pairs, "objective", "pairs are compared as a whole"),
+        (recipe.scores_answers, "objective", "answers are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
         (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),
         (pipeline.recompute == "none", "pipeline.recompute", kept),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from roundpipe_cli.choices import PAIR_OBJECTIVES
+from roundpipe_cli.choices import SCORING_OBJECTIVES
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import known_keys
@@ -28,8 +28,8 @@ from roundpipe_cli.recipe.convert_rules import (
     Conversion,
     Job,
     Tool,
+    compares,
     has_reference,
-    is_pairs,
     job_of,
     reads_loss_key,
     short,
@@ -100,13 +100,11 @@ _REQUIRED = ("learning_rate", "lora.r", "lora.alpha")
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
 # Settings that only change the way there are converted, and named in the first line.
 
-_HINT = (
-    f"{either(PAIR_OBJECTIVES)} is converted; a file of TRL that does not say which: --objective {PAIR_OBJECTIVES[0]}"
-)
+_HINT = f"{either(SCORING_OBJECTIVES)} is converted; a file of TRL that does not say which: --objective dpo"
 
-_JOBS = either(("fine-tuning", "pretraining", *PAIR_OBJECTIVES))
+_JOBS = either(("fine-tuning", "pretraining", *SCORING_OBJECTIVES))
 
-_OBJECTIVES = {**{"rm": REWARD, "ppo": REINFORCEMENT}, **dict.fromkeys((*PAIR_OBJECTIVES, "kto", "cpo"), PREFERENCES)}
+_OBJECTIVES = {"rm": REWARD, "ppo": REINFORCEMENT} | dict.fromkeys((*SCORING_OBJECTIVES, "kto", "cpo"), PREFERENCES)
 """Values of `rl` and `stage`."""
 
 
@@ -131,7 +129,7 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
         yield objective, "pref_loss" if (key, data[key]) == ("stage", PAIR_STAGE) else key
-    if tool == "trl" and known is not None and not is_pairs(known) and not is_off(data.get("label_smoothing")):
+    if tool == "trl" and known is not None and not compares(known) and not is_off(data.get("label_smoothing")):
         yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
     for key, value in data.items():
         is_read = known is not None and reads_loss_key(key, known, tool)
@@ -189,7 +187,7 @@ def convert_file(
         note = "A file of Unsloth's command line: its sections stand for TRL's arguments, named so here."
         result.notes.append(note)
     if has_reference(job) and not result.is_lora:
-        without = either(objective for objective in PAIR_OBJECTIVES if not has_reference(objective))
+        without = either(objective for objective in SCORING_OBJECTIVES if not has_reference(objective))
         raise RefusedError(
             f"{job} of all weights needs a second model as the reference, which is not offered",
             where=name,
@@ -213,7 +211,7 @@ def convert_file(
             result.convert(key, value)
         else:  # called like a key of TRL's or of recipes, but Unsloth has none of that name
             result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
-    if is_pairs(job):
+    if compares(job):
         result.values.setdefault("objective", job)
     if eval_datasets:
         result.put("eval_datasets", eval_datasets, "eval_datasets", eval_datasets)

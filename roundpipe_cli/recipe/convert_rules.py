@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from roundpipe_cli.choices import OBJECTIVES, PAIR_OBJECTIVES, Objective
+from roundpipe_cli.choices import OBJECTIVES, SCORING_OBJECTIVES, Objective, objectives_of
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, ANY, SPECIAL_TOKENS, LeaveOutError, Rule, Writes, applied, value_alias
 from roundpipe_cli.recipe.check import known_keys
@@ -59,6 +59,7 @@ def _if_true(writes: Writes) -> Rule:
 # A tool reads such a key in one kind of job. Elsewhere it changes nothing, and neither does it here.
 
 Job = Objective | Literal["pretraining"]
+_OF_PAIRS = objectives_of("pair")
 PAIR_STAGE = "dpo"
 """LLaMA-Factory's `stage` and axolotl's `rl` beside which another key may name the loss."""
 _STAGES: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining"}
@@ -74,7 +75,7 @@ def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     if tool == "axolotl":
         if is_off(data.get("rl")):
             return "sft" if is_off(data.get("pretraining_dataset")) else "pretraining"
-        kind = next((name for name in PAIR_OBJECTIVES if name == str(data["rl"]).lower()), None)
+        kind = next((name for name in SCORING_OBJECTIVES if name == str(data["rl"]).lower()), None)
         losses = data.get("dpo_loss_type")
         if losses is None or kind != PAIR_STAGE:
             return kind
@@ -85,9 +86,14 @@ def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     return "sft" if loss in sft else _LOSSES.get(str(loss))
 
 
+def compares(job: Job | None) -> bool:
+    """Whether the loss of this job is of whole answers."""
+    return job in SCORING_OBJECTIVES
+
+
 def is_pairs(job: Job | None) -> bool:
     """Whether a row of this job is a chosen and a rejected answer."""
-    return job in PAIR_OBJECTIVES
+    return job in _OF_PAIRS
 
 
 def has_reference(job: Job | None) -> bool:
@@ -135,7 +141,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 
     The files of TRL do not say for which of its programs they are: there, such a key is a sign of another job.
     """
-    if is_pairs(job) or key not in LOSS_KEYS:
+    if compares(job) or key not in LOSS_KEYS:
         return key in LOSS_KEYS
     return key not in _OF_SFT and tool != "trl" and not (tool == "axolotl" and key in ("trl", "reward_model"))
 
@@ -143,7 +149,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     """The keys that a key of such losses becomes; nothing where the job does not read it."""
     meant = LOSS_KEYS[key]
-    if not is_pairs(job) or (key == "dpo_loss_type" and not has_reference(job)):
+    if not compares(job) or (key == "dpo_loss_type" and not has_reference(job)):
         return {}
     if meant == "objective":
         return {"objective": job}

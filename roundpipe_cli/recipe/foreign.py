@@ -14,7 +14,7 @@ from importlib.resources import files
 from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
-from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, PAIR_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, SCORING_OBJECTIVES, objectives_of
 from roundpipe_cli.units import either
 
 AnswerKind = Literal["write", "media", "advice", "other", "job", "idle", "row", "changed row", "topic"]
@@ -60,7 +60,11 @@ def tables() -> dict[str, Any]:
     for every name with a word of that pattern that no key of ours is near to: `convert` names such keys as unknown.
     """
     text = files("roundpipe_cli.recipe").joinpath("foreign.json").read_text(encoding="utf-8")
-    listed = {"pairs": either(PAIR_OBJECTIVES), "objectives": either(OBJECTIVES), "optimizers": ", ".join(OPTIMIZERS)}
+    listed = {
+        "pairs": either(objectives_of("pair")),
+        "objectives": either(OBJECTIVES),
+        "optimizers": ", ".join(OPTIMIZERS),
+    }
     for name, choices in listed.items():
         text = text.replace(f"@{name}", choices)
     loaded: dict[str, Any] = json.loads(text)
@@ -114,7 +118,7 @@ def hint_for(key: str) -> str | None:
 def answer_to(key: str, value: object) -> str | None:
     """The advice for a value of another trainer that a recipe key does not take."""
     lowered = value.lower() if isinstance(value, str) else ""
-    if key == "method" and lowered in PAIR_OBJECTIVES:
+    if key == "method" and lowered in SCORING_OBJECTIVES:
         return f"write `objective: {lowered}`"
     return next((text for text, values in _of_key("values", key) if lowered in values.split()), None)
 

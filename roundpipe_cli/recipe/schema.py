@@ -15,7 +15,6 @@ from roundpipe_cli.choices import (
     OBJECTIVES,
     OPTIMIZERS,
     PACKED_FORMATS,
-    PAIR_OBJECTIVES,
     ROW_KINDS,
     SCHEDULE_KINDS,
     Objective,
@@ -131,8 +130,9 @@ DEFAULT_LEARNING_RATES = {"LoRA": 2.0e-4, "full fine-tuning": 1.0e-5, "preferenc
 
 def trained_kind(method: object, objective: object) -> str:
     """The kind of training, as `DEFAULT_LEARNING_RATES` names it."""
-    if objective in PAIR_OBJECTIVES:
-        return "preference pairs"
+    kind = next((kind for name, kind in OBJECTIVES.items() if name == objective), None)
+    if kind is not None and kind.loss is not None:
+        return kind.rows.noun
     return "full fine-tuning" if method == "full" else "LoRA"
 
 
@@ -575,14 +575,14 @@ class Recipe:
     """Settings for several machines; not used on one."""
 
     @property
-    def trains_pairs(self) -> bool:
-        """Whether a row is a preference pair: two sequences."""
-        return self.objective_kind.num_answers == 2
-
-    @property
     def objective_kind(self) -> ObjectiveKind:
         """The objective's entry in the table."""
         return OBJECTIVES[self.objective]
+
+    @property
+    def scores_answers(self) -> bool:
+        """Whether the loss is of whole answers."""
+        return self.objective_kind.loss is not None
 
     @property
     def loss_settings(self) -> object:
@@ -617,7 +617,7 @@ class Recipe:
     @property
     def tokens_of_full_row(self) -> int:
         """Tokens of the longest row; of both answers of a pair."""
-        return self.max_seq_length * (2 if self.trains_pairs else 1)
+        return self.max_seq_length * len(self.objective_kind.rows.sides)
 
     @property
     def microbatches_per_step(self) -> int:
@@ -632,7 +632,7 @@ class Recipe:
     @property
     def unpackable(self) -> str | None:
         """Why rows of this recipe cannot be packed, whatever the model; None where they can."""
-        return f"pairs of objective {self.objective} are not packed" if self.trains_pairs else None
+        return f"{self.objective_kind.rows.noun} are not packed" if self.scores_answers else None
 
     @property
     def packed_as(self) -> PackedName | None:
@@ -642,10 +642,10 @@ class Recipe:
     @property
     def may_hold_all_weights(self) -> bool:
         """Whether GPUs may hold all frozen weights, and stages be cut and dealt out for that, as far as the recipe
-        goes: it leaves the cache, the stages and their dealing to us. Not with preference pairs, of which a microbatch
-        has twice the rows, or a trained head, whose gradients are large."""
+        goes: it leaves the cache, the stages and their dealing to us. Not where whole answers are scored, which are
+        looked at twice, or with a trained head, whose gradients are large."""
         pipeline = self.pipeline
-        is_plain = self.method == "lora" and not self.trains_pairs
+        is_plain = self.method == "lora" and not self.scores_answers
         is_plain = is_plain and not self.lora.modules_to_save and not self.add_tokens
         is_cache_open = is_plain and pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
         is_cut_open = not pipeline.binds_stages and pipeline.forward_stages == pipeline.backward_stages == "auto"

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import roundpipe_cli
-from roundpipe_cli.choices import PAIR_OBJECTIVES
+from roundpipe_cli.choices import SCORING_OBJECTIVES
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import GIB
@@ -107,7 +107,7 @@ def _method_of(text: str) -> str:
     """The method by the recipe's own lines, without loading it: shipped recipes write these keys at the left."""
     written = dict(re.findall(r"^(method|objective|load_in_4bit): *(\w+)", text, re.MULTILINE))
     method = "qlora" if written.get("load_in_4bit") == "true" else written.get("method", "lora")
-    return f"{method}, {written['objective']}" if written.get("objective") in PAIR_OBJECTIVES else method
+    return f"{method}, {written['objective']}" if written.get("objective") in SCORING_OBJECTIVES else method
 
 
 def purpose_of(text: str) -> str:

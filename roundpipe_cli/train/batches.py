@@ -21,7 +21,7 @@ ROW_LOG_VARIABLE = "ROUNDPIPE_ROW_LOG"
 
 def make_sampler(setup: Setup) -> BatchSampler:
     """Which rows each step has; see `rows_of_steps`."""
-    return rows_of_steps(setup.recipe, setup.dataset, setup.rejected)
+    return rows_of_steps(setup.recipe, setup.dataset)
 
 
 def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:

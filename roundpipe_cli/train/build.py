@@ -174,7 +174,7 @@ def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     rows = recipe.rows_per_microbatch
     if recipe.token_budget is not None:  # as many rows as fill it
         rows = min(recipe.rows_per_step, rows * recipe.max_seq_length // context)
-    return _Form(rows * (2 if recipe.trains_pairs else 1), max(1, context // recipe.pipeline.num_chunks), context)
+    return _Form(rows * len(recipe.objective_kind.rows.sides), max(1, context // recipe.pipeline.num_chunks), context)
 
 
 def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[list[int] | None, int]:
@@ -190,8 +190,13 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    in_place = setup.fused is not None and setup.loss is None and why_no_triton() is None and not recipe.trains_pairs
-    in_place = in_place and "cpu" not in setup.devices and all_run_ours(map(cuda.nvidia_capability, setup.devices))
+    in_place = setup.fused is not None and setup.loss is None and why_no_triton() is None
+    in_place = (
+        in_place
+        and not recipe.scores_answers
+        and "cpu" not in setup.devices
+        and all_run_ours(map(cuda.nvidia_capability, setup.devices))
+    )
     head = head_bytes(
         form.tokens,
         setup.head_chunk_tokens,

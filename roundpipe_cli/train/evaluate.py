@@ -38,7 +38,7 @@ from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
 from roundpipe_cli.train.intervals import is_due
-from roundpipe_cli.train.preference import score_pairs
+from roundpipe_cli.train.preference import score_answers
 from roundpipe_cli.train.prepare.base_files import end_tokens
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.steps import grouped_in_windows
@@ -149,8 +149,8 @@ class Evaluator:
     def _loss(self, done: int) -> tuple[float, int, dict[str, float] | None]:
         """Mean loss over all target tokens, and their number; of pairs over pairs, with what their rewards show."""
         rows = self._setup.eval_rows
-        if self._setup.rejected is not None:
-            return score_pairs(self._setup, self._scorer, done)
+        if self._setup.recipe.scores_answers:
+            return score_answers(self._setup, self._scorer, done)
         pad = pad_token_id(self._setup.tokenizer)
         lengths = np.array([len(row.input_ids) for row in rows])
         batches = chain.from_iterable(grouped_in_windows(self._setup.recipe, lengths))
@@ -209,7 +209,7 @@ class Evaluator:
         seen = self._seen
         result_step = seen.last_step if self.best_folder is None else seen.kept_step
         return {
-            "rows": len(self._setup.eval_rows) // (1 if self._setup.rejected is None else 2),
+            "rows": len(self._setup.eval_rows) // len(self._setup.dataset.sides),
             "last_loss": seen.last_loss,
             "best_loss": seen.best_loss,
             "best_step": seen.best_step,

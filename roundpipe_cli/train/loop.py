@@ -49,7 +49,7 @@ from roundpipe_cli.train.monitor.telemetry import (
 from roundpipe_cli.train.monitor.trackers import Trackers
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.page_locks import PageLocks
-from roundpipe_cli.train.preference import pair_metrics
+from roundpipe_cli.train.preference import metrics_of
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.result.export import write_run_card
@@ -303,7 +303,7 @@ class Trainer:
             utilization=in_lanes(result, len(self.setup.devices)),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
             epoch=round(self.sampler.epochs_done, 4),
-            preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
+            preference=metrics_of(result.rewards, microbatches) if result.rewards else None,
             **step_figures(result, num_tokens, step_s, self._arithmetic),
         )
         self._log.rows.append(event)

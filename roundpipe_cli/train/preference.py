@@ -1,4 +1,4 @@
-"""Preference pairs: from rows with prompt, chosen and rejected answer to microbatches with their loss.
+"""Answers that are scored as wholes, such as preference pairs: from rows to microbatches with their loss.
 
 The reference model of an objective that has one is the base model, or the adapter that is trained further as it was:
 the same engine with the adapters left out, or with their first weights, before each step.
@@ -17,8 +17,8 @@ from roundpipe_cli.data.batching import RowBatch
 from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model.head import map_tensors
-from roundpipe_cli.model.pair_loss import Preference, Rewards, pair_loss
+from roundpipe_cli.model.head import map_tensors, target_rows
+from roundpipe_cli.model.sequence_loss import Preference, reward_metrics, sequence_loss
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.prepare.ready import Setup
@@ -27,23 +27,16 @@ from roundpipe_cli.train.prepare.trainable import same_named
 from roundpipe_cli.train.scoring import Scorer
 
 
-def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:
-    """Microbatches of a step's pairs, chosen rows first, with their loss (but see `add_references`), and the number of
-    their tokens without padding."""
-    assert setup.rejected is not None
-    parts = [[index for sequence in batch for index in sequence] for batch in batches]
-    return _collated(
-        setup,
-        [[rows[index] for rows in (setup.dataset.rows, setup.rejected) for index in indices] for indices in parts],
-    )
-
-
-def _collated(setup: Setup, parts: Sequence[Sequence[Row]]) -> tuple[list[Microbatch], int]:
-    """Microbatches with their loss, and the number of their tokens; `parts`: rows of each, the chosen ones first."""
-    pad = pad_token_id(setup.tokenizer)
+def make_scored(
+    setup: Setup, batches: Sequence[RowBatch], sides: Sequence[Sequence[Row]] | None = None
+) -> tuple[list[Microbatch], int]:
+    """Microbatches of these rows, side by side, with their loss (but see `add_references`), and the number of their
+    tokens without padding; `sides`: of the rows, None for those to train on."""
+    pad, sides = pad_token_id(setup.tokenizer), sides or setup.dataset.sides
     loss, nll_factor = _loss(setup.recipe)
     microbatches, num_tokens = [], 0
-    for rows in parts:
+    for batch in batches:
+        rows = [side[index] for side in sides for sequence in batch for index in sequence]
         num_tokens += sum(len(row.input_ids) for row in rows)
         microbatch = replace(collate_rows(rows, pad), preference=loss)
         if setup.recipe.nll_on_prompt:
@@ -103,41 +96,29 @@ def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int
     return result
 
 
-def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, dict[str, float]]:
-    """The mean loss of the evaluation pairs, the number of their target tokens, and their rewards as `pair_metrics`."""
-    half = len(setup.eval_rows) // 2
-    chosen, rejected = setup.eval_rows[:half], setup.eval_rows[half:]
-    longer = [max(len(one.input_ids), len(two.input_ids)) for one, two in zip(chosen, rejected, strict=True)]
-    batches = grouping_of(setup.recipe, np.array(longer, dtype=np.int64)).group([(index,) for index in range(half)])
-    parts = [[rows[index] for rows in (chosen, rejected) for (index,) in batch] for batch in batches]
-    microbatches, _ = _collated(setup, parts)
+def score_answers(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, dict[str, float]]:
+    """The mean loss of the rows to evaluate on, the number of their target tokens, and their rewards."""
+    num_rows = len(setup.eval_rows) // len(setup.dataset.sides)
+    sides = [setup.eval_rows[start : start + num_rows] for start in range(0, len(setup.eval_rows), num_rows)]
+    lengths = np.max([[len(row.input_ids) for row in side] for side in sides], axis=0)
+    batches = grouping_of(setup.recipe, lengths).group([(index,) for index in range(num_rows)])
+    microbatches, _ = make_scored(setup, batches, sides)
     if setup.recipe.objective_kind.needs_reference:
         microbatches = add_references(scorer, microbatches, step)
     loss, tokens, rewards = 0.0, 0, []
     for microbatch, scored in zip(microbatches, scorer.scores(microbatches, step=step), strict=True):
         assert microbatch.preference is not None
-        (targets,) = (microbatch.labels[:, 1:] != IGNORED_LABEL).flatten().nonzero(as_tuple=True)
-        indices = targets + targets // (microbatch.labels.shape[1] - 1)  # of B * T, where each row has a last token
+        indices, _ = target_rows(microbatch.labels)
         preference = map_tensors(microbatch.preference, lambda tensor: tensor.cpu())
         rows, length = microbatch.labels.shape
-        loss_sum, _, sums = pair_loss(scored.log_probabilities.cpu(), indices, (rows, length), preference)
+        loss_sum, _, sums = sequence_loss(scored.log_probabilities.cpu(), indices, (rows, length), preference)
         loss += float(loss_sum)
-        tokens += len(targets)
-        rewards.append(Rewards.of(sums))
-    return loss / half, tokens, pair_metrics(rewards, microbatches)
+        tokens += len(indices)
+        rewards.append(sums.tolist())
+    return loss / num_rows, tokens, metrics_of(rewards, microbatches)
 
 
-def pair_metrics(rewards: Sequence[Rewards], microbatches: Sequence[Microbatch]) -> dict[str, float]:
-    """Keys of metrics.jsonl beside those of every step; means over the pairs of the step."""
-    pairs = sum(len(microbatch.labels) // 2 for microbatch in microbatches)
-    chosen, rejected = sum(item.chosen for item in rewards), sum(item.rejected for item in rewards)
-    metrics = {
-        "rewards_chosen": chosen / pairs,
-        "rewards_rejected": rejected / pairs,
-        "reward_margin": (chosen - rejected) / pairs,
-        "reward_accuracy": sum(item.num_right for item in rewards) / pairs,
-    }
-    first = microbatches[0].preference
-    if first is not None and first.nll_weights is not None:
-        metrics["nll_loss"] = sum(item.nll for item in rewards) / pairs
-    return metrics
+def metrics_of(rewards: Sequence[Sequence[float]], microbatches: Sequence[Microbatch]) -> dict[str, float]:
+    """Keys of metrics.jsonl beside those of every step, from the sums of each microbatch's loss."""
+    losses = [(one.preference, len(one.labels)) for one in microbatches if one.preference is not None]
+    return reward_metrics(rewards, losses)

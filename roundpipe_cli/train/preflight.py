@@ -40,7 +40,7 @@ def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelS
     recipe = loaded.recipe
     source = source or check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
-        find_sources(spec_of(dataset), loaded.folder, start.offline)
+        find_sources(spec_of(dataset, loaded.recipe.objective_kind.example), loaded.folder, start.offline)
     return source
 
 

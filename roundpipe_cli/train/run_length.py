@@ -82,7 +82,8 @@ class KnownRows:
 def find_rows(loaded: LoadedRecipe, counter: TokenCounter | None = None) -> KnownRows:
     """The rows of a recipe; `counter`: None: by the bytes of their texts."""
     recipe, counter = loaded.recipe, counter or token_counter(None, None)
-    specs, counts = [replace(spec_of(entry), pairs=recipe.trains_pairs) for entry in recipe.datasets], list[RowCount]()
+    specs = [spec_of(entry, recipe.objective_kind.example) for entry in recipe.datasets]
+    counts = list[RowCount]()
     for spec in specs:
         if (count := count_dataset(spec, loaded.folder)) is None:
             return KnownRows(f"the rows of {spec.path} cannot be counted here")
@@ -135,7 +136,7 @@ def length_of(loaded: LoadedRecipe, obstacle: str | None = None, rows: KnownRows
     if rows.lengths is not None:
         decided = replace(recipe, packing=is_packed) if recipe.packing == "auto" else recipe
         with suppress(RefusedError):  # fewer rows than a step takes
-            sampler = sampler_of(decided, rows.mix, rows.lengths, rows.lengths)
+            sampler = sampler_of(decided, rows.mix, rows.lengths)
             step = usual_step(sampler, math.ceil(sequences / recipe.rows_per_step))
     if step is None and not is_packed and rows.is_exact and rows.per_epoch < recipe.rows_per_step:
         how += f"; fewer rows than the {recipe.rows_per_step} of a step, which `finetune` refuses"

@@ -30,7 +30,7 @@ from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.machines import Machines, Sharing, WholeSteps
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
-from roundpipe_cli.train.preference import add_references, make_pairs
+from roundpipe_cli.train.preference import add_references, make_scored
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.scoring import Scorer
@@ -209,11 +209,11 @@ class StepRunner:
             self._say(f"step {shown_step(step)}: {cause}; the step is computed again: {text} {lines}")
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
-        """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""
+        """A step's microbatches, with what a reference says of them where there is one, and the number of tokens."""
         batches = self.fit.divide(batches, self._grouping)
-        if self.setup.rejected is None:
+        if not self.recipe.scores_answers:
             return make_microbatches(self.setup, batches)
-        microbatches, num_tokens = make_pairs(self.setup, batches)
+        microbatches, num_tokens = make_scored(self.setup, batches)
         if self.recipe.objective_kind.needs_reference:
             self.updater.wait()
             microbatches = add_references(self._references, microbatches, step)

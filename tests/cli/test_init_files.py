@@ -151,7 +151,7 @@ def test_what_is_likely_in_a_first_file(kind: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     looked = look_at_rows(name, tmp_path)
     assert (dict(looked.spec.columns), looked.spec.encoding, looked.is_guess) == (columns, encoding, bool(columns))
-    assert looked.pairs is False
+    assert looked.example == "answer"
     if columns:
         assert all(f"{column} as the {field}" in looked.use for field, column in columns.items())
         assert len(looked.sample) > 3

@@ -110,20 +110,20 @@ def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path, monkeypatch: py
     )
 
 
-def known(looked: Looked) -> tuple[bool | None, str]:
-    return looked.pairs, looked.unknown
+def known(looked: Looked) -> tuple[str | None, str]:
+    return looked.example, looked.unknown
 
 
 def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     """Rows that `data` would refuse are refused here too; those that are not there yet decide nothing."""
-    assert look_at_rows(str(tmp_path / "none.jsonl"), tmp_path).pairs is None
+    assert look_at_rows(str(tmp_path / "none.jsonl"), tmp_path).example is None
     assert choose_objective(None, None, None) == ("sft", "") and choose_objective("dpo", None, None)[0] == "dpo"
-    assert choose_objective("simpo", "full", True) == ("simpo", "objective simpo: the rows are preference pairs.")
-    assert choose_objective(None, "full", True)[0] == "orpo" and choose_objective(None, "qlora", True)[0] == "dpo"
+    assert choose_objective("simpo", "full", "pair") == ("simpo", "objective simpo: the rows are preference pairs.")
+    assert choose_objective(None, "full", "pair")[0] == "orpo" and choose_objective(None, "qlora", "pair")[0] == "dpo"
     for asked, refusal in (
-        (("dpo", None, False), "dpo needs preference pairs"),
-        (("sft", None, True), "sft trains on answers"),
-        (("dpo", "full", True), "objective dpo needs method lora"),
+        (("dpo", None, "answer"), "dpo trains on preference pairs"),
+        (("sft", None, "pair"), "sft trains on rows"),
+        (("dpo", "full", "pair"), "objective dpo needs method lora"),
         (("grpo", None, None), "unknown objective"),
     ):
         with pytest.raises(RefusedError, match=refusal):
@@ -144,7 +144,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     with pytest.raises(RefusedError):
         look_at_rows("rows.jsonl", tmp_path)
     file.write_text(file.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    assert known(look_at_rows("rows.jsonl", tmp_path)) == (True, "")
+    assert known(look_at_rows("rows.jsonl", tmp_path)) == ("pair", "")
 
 
 def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +154,16 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeyp
     folder.mkdir()
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text(json.dumps(ROWS["chat"](1)) + "\n")
-    assert known(look_at_rows("rows", tmp_path)) == (False, "")
+    assert known(look_at_rows("rows", tmp_path)) == ("answer", "")
     (folder / "c.jsonl").write_text("\n")
-    assert known(look_at_rows("rows", tmp_path)) == (False, ""), "a file without rows is left out, as training does"
+    assert known(look_at_rows("rows", tmp_path)) == ("answer", ""), "a file without rows is left out, as training does"
     (folder / "c.jsonl").write_text(json.dumps({"colour": 3}) + "\n")
     with pytest.raises(RefusedError, match="cannot tell the type"):
         look_at_rows("rows", tmp_path)
     (folder / "c.jsonl").write_text(json.dumps(ROWS["preference"](1)) + "\n")
-    with pytest.raises(RefusedError, match="with and without preference pairs cannot be trained") as refused:
+    with pytest.raises(RefusedError, match="rows and preference pairs cannot be trained") as refused:
         look_at_rows("rows/*.jsonl", tmp_path)
-    assert re.search(r"pairs in .*c\.jsonl, none in .*a\.jsonl", str(refused.value.problems[0].found))
+    assert re.search(r"rows in .*a\.jsonl, preference pairs in .*c\.jsonl", str(refused.value.problems[0].found))
     (folder / "c.jsonl").unlink()
     for number in range(LOOKED_AT):
         (folder / f"d{number:02}.jsonl").write_text((folder / "a.jsonl").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.data.chat import ChatTemplate
-from roundpipe_cli.data.dataset import build_dataset, build_pairs
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.messages import CALL_FORM_NOTES, Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
@@ -124,9 +124,9 @@ def test_a_thought_in_the_content_is_not_dropped_in_silence() -> None:
 def test_thoughts_of_preference_pairs_are_not_dropped_in_silence(tmp_path: Path, answer: str) -> None:
     row = {"prompt": "Q?", "chosen": "12", "rejected": "13"} | {answer: THOUGHT}
     path = write_rows(tmp_path / "x.jsonl", [row])
-    settings = DataSettings((DatasetSpec(str(path), type="preference"),), 500)
+    settings = DataSettings((DatasetSpec(str(path), type="preference", example="pair"),), 500)
     with pytest.raises(RefusedError, match="thoughts out"):
-        build_pairs(settings, byte_tokenizer(template=DROPS), lambda *_: None)
+        build_dataset(settings, byte_tokenizer(template=DROPS))
 
 
 def test_a_call_is_trained_where_only_the_last_turn_gets_a_think_block() -> None:

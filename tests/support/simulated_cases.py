@@ -30,7 +30,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.kernels import random_masks, rms_norm
 from roundpipe_cli.model import attention
-from roundpipe_cli.model.pair_loss import Preference
+from roundpipe_cli.model.sequence_loss import Preference
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule, equal_costs

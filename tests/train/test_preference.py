@@ -24,10 +24,10 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.events import Tell
 from roundpipe_cli.model.head import chunk_loss
-from roundpipe_cli.model.pair_loss import PAIR_LOSSES, Preference
+from roundpipe_cli.model.sequence_loss import SEQUENCE_LOSSES, Preference
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
-from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
+from roundpipe_cli.train.preference import make_scored, with_nll, with_prompts
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.adapters import random_adapter
@@ -186,7 +186,7 @@ def test_an_answer_of_probability_1_has_a_finite_loss() -> None:
     """Its odds are infinite, and so is the slope of TRL's formula; float32's log softmax rounds to 0 long before."""
     for policy in ([0.0, -3.0], [-3.0, 0.0], [0.0, 0.0], [-1e-9, -80.0]):
         scores = torch.tensor(policy, dtype=torch.float64)
-        loss, slopes = PAIR_LOSSES["odds_ratio"](scores, Preference("orpo", 0.1))
+        loss, slopes = SEQUENCE_LOSSES["odds_ratio"](scores, Preference("orpo", 0.1))
         assert loss.isfinite() and slopes.isfinite().all(), policy
 
 
@@ -233,7 +233,7 @@ def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path) -> N
     # The library alone: log-probabilities of the result against those of the adapter with which training began.
     evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
     setup = setup_of(folder, *words)
-    pairs_of = make_pairs(setup, [[(index,)] for index in range(10)])[0]
+    pairs_of = make_scored(setup, [[(index,)] for index in range(10)])[0]
     sums = []
     for name in ("out", "first"):
         base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -292,7 +292,7 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
     evaluation = ("eval_datasets=[{path: rows.jsonl, type: preference}]", "eval_steps=1", "load_best_model_at_end=true")
     samples = ("eval_samples=1", "eval_max_new_tokens=2", "shuffle=false")
     done = finetune(folder, *words, *every, *evaluation, *samples).expect(0)
-    assert "evaluation: 10 pairs, 10 to train on" in done.err
+    assert "evaluation: 10 preference pairs, 10 to train on" in done.err
     assert "  margin " in done.out and "perplexity" not in done.out
     rows = metrics(folder / "out")
     evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
@@ -308,11 +308,10 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
 def test_pairs_are_held_out_whole(folder: Path) -> None:
     words, told = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5"), list[str]()
     setup = setup_of(folder, *words, tell=lambda event: told.append(str(event)))
-    assert any("evaluation: 3 pairs, 7 to train on" in text for text in told)
-    assert setup.rejected is not None
+    assert any("evaluation: 3 preference pairs, 7 to train on" in text for text in told)
     kept = [row.row_id for row in setup.dataset.rows]
     held = [row.row_id for row in setup.eval_rows]
-    assert kept == [row.row_id for row in setup.rejected] and held[:3] == held[3:]
+    assert kept == [row.row_id for row in setup.dataset.sides[1]] and held[:3] == held[3:]
     assert sorted(kept + held[:3]) == list(range(10))
     assert setup_of(folder).dataset.content_hash != setup.dataset.content_hash
 
@@ -321,7 +320,7 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
     """`data` once failed on pairs, or showed another reading of them than training had."""
     document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
     setup = setup_of(folder)
-    (microbatch,), _ = make_pairs(setup, [[[index] for index in range(10)]])
+    (microbatch,), _ = make_scored(setup, [[[index] for index in range(10)]])
     assert (document["pairs"], document["packing"]) == (10, None)
     assert document["content_hash"] == setup.dataset.content_hash
     assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3

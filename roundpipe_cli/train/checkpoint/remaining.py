@@ -91,6 +91,6 @@ def _place(saved: SavedPosition, old: Mapping[str, Any], setup: Setup, sampler: 
     longest = int(setup.dataset.rows.lengths.max())
     before = replace(recipe, packing=was_packed, max_seq_length=max(length, longest))
     before = replace(before, micro_batch_size=1, gradient_accumulation_steps=1)
-    old_sampler = rows_of_steps(before, setup.dataset, setup.rejected)
+    old_sampler = rows_of_steps(before, setup.dataset)
     old_sampler.seek(position)
     return sampler.position_after(old_sampler.epochs_done), True

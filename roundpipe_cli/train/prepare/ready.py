@@ -14,7 +14,6 @@ from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.tokenized import (
     Row,
     TokenizedDataset,
-    TokenizedRows,
 )
 from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.weights import WeightStore
@@ -37,8 +36,6 @@ class Setup:
     source: ModelSource
     tokenizer: Any
     dataset: TokenizedDataset
-    rejected: TokenizedRows | None
-    """Rejected answers of preference pairs, a row for each row of `dataset`."""
     eval_rows: Sequence[Row]
     """Rows that are never trained on; of preference pairs all chosen ones, then all rejected ones."""
     devices: tuple[str, ...]

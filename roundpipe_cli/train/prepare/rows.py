@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from roundpipe_cli.data.dataset import build_dataset, build_pairs
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DataSettings, spec_of
 from roundpipe_cli.data.tokenized import (
     Row,
@@ -22,6 +22,7 @@ from roundpipe_cli.data.tokenized import (
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell, tell_notices
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import DatasetConfig
 from roundpipe_cli.train.prepare.trainable import (
     same_named,
 )
@@ -29,57 +30,38 @@ from roundpipe_cli.train.prepare.trainable import (
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
 
-def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
-    """The recipe's data keys in the data room's terms."""
+def data_settings(loaded: LoadedRecipe, offline: bool, entries: Sequence[DatasetConfig]) -> DataSettings:
+    """The recipe's data keys in the data room's terms; `entries`: its `datasets`, or those to evaluate on."""
     recipe = loaded.recipe
-    own = {"datasets": tuple(map(spec_of, recipe.datasets)), "folder": loaded.folder, "offline": offline}
+    specs = tuple(spec_of(entry, recipe.objective_kind.example) for entry in entries)
+    own = {"datasets": specs, "folder": loaded.folder, "offline": offline}
     return DataSettings(**same_named(DataSettings, recipe) | own)
 
 
-def read_rows(
-    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say
-) -> tuple[TokenizedDataset, TokenizedRows | None]:
-    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them."""
-    settings = data_settings(loaded, offline)
-    if loaded.recipe.trains_pairs:
-        chosen = build_pairs(settings, tokenizer, tell)
-        if loaded.recipe.nll_on_prompt:
-            chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
-        return chosen, chosen.rejected
-    return build_dataset(settings, tokenizer, tell), None
+def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) -> TokenizedDataset:
+    """The rows to train on."""
+    dataset = build_dataset(data_settings(loaded, offline, loaded.recipe.datasets), tokenizer, tell)
+    return replace(dataset, notices=(*dataset.notices, NLL_NOTICE)) if loaded.recipe.nll_on_prompt else dataset
 
 
 def evaluation_rows(
-    loaded: LoadedRecipe,
-    training: tuple[TokenizedDataset, TokenizedRows | None],
-    tokenizer: Any,
-    offline: bool,
-    *,
-    tell: Tell,
-) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row]]:
-    """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
-    ones in the same order."""
-    recipe, (dataset, rejected) = loaded.recipe, training
-    rows, rejected_rows = list[Row](), list[Row]()
+    loaded: LoadedRecipe, dataset: TokenizedDataset, tokenizer: Any, offline: bool, *, tell: Tell
+) -> tuple[TokenizedDataset, list[Row]]:
+    """The rows left to train on, and those to evaluate on: of pairs all chosen ones, then the rejected ones in the same
+    order."""
+    recipe, parts = loaded.recipe, list[TokenizedDataset]()
     if recipe.val_set_size:
         dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
-        rejected = dataset.rejected
-        rows += held.rows
-        rejected_rows += held.rejected or ()
+        parts.append(held)
     if recipe.eval_datasets:
-        settings = replace(data_settings(loaded, offline), datasets=tuple(map(spec_of, recipe.eval_datasets)))
-        if rejected is not None:
-            other = build_pairs(settings, tokenizer, lambda text: None)
-            rejected_rows += other.rejected or ()
-        else:
-            other = build_dataset(settings, tokenizer)
+        other = build_dataset(data_settings(loaded, offline, recipe.eval_datasets), tokenizer)
+        parts.append(other)
         trained = [f"{text}: trained, too" for text in same_rows(other.numbered_sources, dataset.numbered_sources)]
         tell_notices(tell, *(f"evaluation: {text}" for text in (*other.notices, *trained)))
-        rows += other.rows
-    if rows:
-        what = "rows" if rejected is None else "pairs"
-        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on", is_detail=True))
-    return dataset, rejected, rows + rejected_rows
+    if parts:
+        count = f"{sum(len(part.rows) for part in parts)} {recipe.objective_kind.rows.noun}"
+        tell(Notice(f"evaluation: {count}, {len(dataset.rows)} to train on", is_detail=True))
+    return dataset, [row for side in range(len(dataset.sides)) for part in parts for row in part.sides[side]]
 
 
 def refuse_unknown_ids(

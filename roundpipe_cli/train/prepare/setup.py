@@ -22,7 +22,6 @@ from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.tokenized import (
     Row,
     TokenizedDataset,
-    TokenizedRows,
     choose_packing,
 )
 from roundpipe_cli.engine.host_memory import settle_heap
@@ -223,13 +222,12 @@ def prepare(
     _check_model(model, split, recipe, devices, tell=tell)
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     grow_tables(model, new.ids)
-    dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
+    dataset, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
     base_files = base_files.with_tokenizer(source, tokenizer)
     tell_notices(tell, *new.describe(dataset.rows))
-    trained = [rows for rows in (dataset.rows, rejected) if rows is not None]
-    refuse_unknown_ids(model, tokenizer, trained, evaluation)
+    refuse_unknown_ids(model, tokenizer, dataset.sides, evaluation)
     recipe = with_packing(recipe, model, split, dataset, tell=tell)
-    sampler = rows_of_steps(recipe, dataset, rejected) if trains else None  # too few rows are reported now
+    sampler = rows_of_steps(recipe, dataset) if trains else None  # too few rows are reported now
     if recipe.lr_scheduler_kwargs and sampler is not None:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
@@ -241,7 +239,7 @@ def prepare(
     tell_notices(tell, adapted, describe_reference(recipe, source, start))
     packed = _packed_names(source, packed_as, model, split, tell=tell)
     proof = prove_once(model, split, recipe, build, tell)
-    longest = max([*(int(rows.lengths.max()) for rows in trained), *(len(row.input_ids) for row in evaluation)])
+    longest = max([int(dataset.lengths.max()), *(len(row.input_ids) for row in evaluation)])
     refuse_long_rows(longest, proof)
     layouts = [
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=packed_as)
@@ -257,7 +255,6 @@ def prepare(
         source=source,
         tokenizer=tokenizer,
         dataset=dataset,
-        rejected=rejected,
         eval_rows=evaluation,
         devices=devices,
         model=model,
@@ -353,10 +350,10 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
 
 def _read_data(
     loaded: LoadedRecipe, tokenizer: Any, base_files: BaseFiles, offline: bool, *, tell: Tell
-) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row], BaseFiles]:
+) -> tuple[TokenizedDataset, list[Row], BaseFiles]:
     """The rows (as `evaluation_rows`), and the base's files with the end tokens of training."""
     tell(Phase("tokenising the data"))
-    dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
+    dataset = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
     tell_notices(tell, *dataset.notices)
@@ -366,7 +363,7 @@ def _read_data(
             tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
-    return *evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell), base_files
+    return *evaluation_rows(loaded, dataset, tokenizer, offline, tell=tell), base_files
 
 
 def _making_trainable(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.data.batching import BatchSampler, Grouping, RowBatch
-from roundpipe_cli.data.tokenized import Packer, RowMix, TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.tokenized import Packer, RowMix, TokenizedDataset
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.planning.token_budget import MIN_MICROBATCHES
 from roundpipe_cli.recipe.schema import Recipe
@@ -44,21 +44,19 @@ def grouped_in_windows(recipe: Recipe, lengths: Lengths) -> list[list[RowBatch]]
     return [grouping.group([(index,) for index in window.tolist()]) for window in windows]
 
 
-def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
-    """The sampler of a recipe's rows; of preference pairs, of those in `dataset` and the `rejected` ones beside them.
+def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset) -> BatchSampler:
+    """The sampler of a recipe's rows.
 
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    lengths = dataset.rows.lengths
-    padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
-    return sampler_of(recipe, mix_of(recipe, dataset.rows_by_spec), lengths, padded)
+    return sampler_of(recipe, mix_of(recipe, dataset.rows_by_spec), dataset.lengths)
 
 
-def sampler_of(recipe: Recipe, mix: RowMix, lengths: Lengths, padded: Lengths) -> BatchSampler:
-    """As `rows_of_steps`, by the tokens of each row, and as a microbatch pads them; `packing` is decided."""
+def sampler_of(recipe: Recipe, mix: RowMix, lengths: Lengths) -> BatchSampler:
+    """As `rows_of_steps`, by the tokens of each row as a microbatch pads them; `packing` is decided."""
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
-    grouping = grouping_of(recipe, padded)
+    grouping = grouping_of(recipe, lengths)
     return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping=grouping)
 
 

@@ -1,4 +1,4 @@
-"""Losses of preference pairs, on the log-probabilities of whole sequences.
+"""Losses of whole answers, such as preference pairs, on the log-probabilities of sequences.
 
     c, r         log-probability of the chosen and of the rejected answer, less that under the reference model where
                  the objective has one; the sum over the answer's tokens, or their mean (`choices.OBJECTIVES`)
@@ -19,13 +19,13 @@ P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from roundpipe_cli.choices import OBJECTIVES, Objective, PairLossName
+from roundpipe_cli.choices import OBJECTIVES, LossName, Objective, ObjectiveKind
 
 SURE = -1.0e-7
 """Highest mean log-probability that has odds: a higher one is float32's rounding."""
@@ -47,23 +47,14 @@ class Preference:
     is_answer: torch.Tensor | None = None
     """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
 
+    @property
+    def kind(self) -> ObjectiveKind:
+        """The objective's entry in the table."""
+        return OBJECTIVES[self.objective]
 
-@dataclass(frozen=True)
-class Rewards:
-    """Sums over the pairs of a microbatch."""
-
-    @staticmethod
-    def of(sums: torch.Tensor) -> Rewards:
-        """The rewards from the sums of `pair_loss`; waits for the device."""
-        chosen, rejected, num_right, nll = sums.tolist()
-        return Rewards(chosen, rejected, int(num_right), nll)
-
-    chosen: float
-    rejected: float
-    num_right: int
-    """Pairs whose chosen sequence has the higher reward."""
-    nll: float
-    """Part of the loss that is the chosen sequences' negative log-likelihood."""
+    def num_rows(self, num_sequences: int) -> int:
+        """Rows of so many sequences: the loss is a mean over them."""
+        return num_sequences // len(self.kind.rows.sides)
 
 
 def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -76,14 +67,14 @@ def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape:
     return rows.sum(dim=1)
 
 
-def pair_loss(
+def sequence_loss(
     log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int], preference: Preference
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of one microbatch and each token's weight in its gradient; the preference's tensors are on the device.
 
     Returns:
         the sum of losses, float64, 0-dim; float32 [N, 1], weight of each target token's cross entropy in its gradient;
-        sums of which `Rewards` are the means, float64 [4]. All on the device; the host does not wait for it.
+        sums of which `reward_metrics` takes the means, float64 [4]. All on the device; the host does not wait for it.
     """
     sequences = indices // shape[1]
     is_answer = torch.ones_like(log_probabilities)
@@ -91,26 +82,45 @@ def pair_loss(
         is_answer = preference.is_answer.flatten()[indices + 1].to(is_answer.dtype)
     policy = sequence_sums(log_probabilities * is_answer, indices, shape)
     counts = torch.ones_like(policy)
-    kind = OBJECTIVES[preference.objective]
+    kind = preference.kind
     assert kind.loss is not None, f"objective {preference.objective} compares no answers"
     if kind.averages:
         counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
     gained = policy if preference.reference is None else policy - preference.reference
-    loss, slopes = PAIR_LOSSES[kind.loss](gained / counts, preference)
+    loss, slopes = SEQUENCE_LOSSES[kind.loss](gained / counts, preference)
     chosen, rejected = (preference.beta * (gained if kind.needs_reference else gained / counts)).chunk(2)
-    sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()])
+    sums = [chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()]
     factors = -(slopes / counts).float()[sequences] * is_answer
     nll = torch.zeros_like(loss)
     if preference.nll_weights is not None:
         nll = -(preference.nll_weights * sequence_sums(log_probabilities, indices, shape)).sum()
         factors += preference.nll_weights.float()[sequences]
-    return loss + nll, factors[:, None], torch.cat([sums, nll[None]])
+    return loss + nll, factors[:, None], torch.stack([*sums, nll])
+
+
+def reward_metrics(sums: Sequence[Sequence[float]], losses: Sequence[tuple[Preference, int]]) -> dict[str, float]:
+    """Keys of metrics.jsonl beside those of every step, means over the rows of all microbatches.
+
+    Args:
+        sums: of each microbatch, from `sequence_loss`.
+        losses: each one's, and the number of its sequences.
+    """
+    chosen, rejected, num_right, nll = (sum(column) for column in zip(*sums, strict=True))
+    rows, (first, _) = sum(loss.num_rows(count) for loss, count in losses), losses[0]
+    metrics = {
+        "rewards_chosen": chosen / rows,
+        "rewards_rejected": rejected / rows,
+        "reward_margin": (chosen - rejected) / rows,
+        "reward_accuracy": num_right / rows,
+        **({} if first.nll_weights is None else {"nll_loss": nll / rows}),
+    }
+    return {name: metrics[name] for name in first.kind.rows.metrics if name in metrics}
 
 
 # Losses: of log-probabilities of sequences, float64 [2P], to the sum over the pairs and its gradient with respect to
 # them, float64 [2P].
 
-PairLoss = Callable[[torch.Tensor, Preference], tuple[torch.Tensor, torch.Tensor]]
+SequenceLoss = Callable[[torch.Tensor, Preference], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _sigmoid(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,5 +146,5 @@ def _squared(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor
     return (distance**2).sum(), torch.cat([2 * distance, -2 * distance])
 
 
-PAIR_LOSSES: Mapping[PairLossName, PairLoss] = {"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared}
+SEQUENCE_LOSSES: Mapping[LossName, SequenceLoss] = {"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared}
 """All values of `ObjectiveKind.loss`."""
