@@ -53,12 +53,14 @@ SHAREGPT_ROLES: Mapping[str, RowRole] = {
 }
 """Names of roles in messages, of `chat` and of `sharegpt`, with their meaning."""
 
-ExampleName = Literal["answer", "pair"]
+FigureName = Literal["weight", "label"]
+FIGURES: tuple[FigureName, ...] = get_args(FigureName)
+ExampleName = Literal["answer", "pair", "labelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleKind:
-    """What a row of an objective holds, and what follows for its microbatches."""
+    """Content of an objective's rows, and what follows for its microbatches."""
 
     noun: str
     """Rows, in words."""
@@ -66,26 +68,36 @@ class ExampleKind:
     """Types that its rows have; `auto` takes the first whose fields are all there."""
     sides: tuple[str | None, ...] = (None,)
     """Names of a row's sequences. A microbatch has all first ones, then all second ones."""
+    figure: FigureName | None = None
+    """Column with a figure of the whole row: `weight` (may be missing), or `label` (true or false, which all have)."""
     metrics: tuple[str, ...] = ()
     """Keys that a step has in metrics.jsonl beside the usual ones, and an evaluation in place of the perplexity."""
 
 
 SINGLE_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers < 2)
 """Types of rows without a second answer."""
+ANSWER_TYPES = tuple(name for name in SINGLE_TYPES if ROW_KINDS[name].num_answers)
+"""Types of rows with one answer to train."""
 
 EXAMPLES: Mapping[ExampleName, ExampleKind] = {
-    "answer": ExampleKind("rows", SINGLE_TYPES),
+    "answer": ExampleKind("rows", SINGLE_TYPES, figure="weight"),
     "pair": ExampleKind(
         "preference pairs",
         ("preference",),
         sides=("chosen", "rejected"),
         metrics=("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy", "nll_loss"),
     ),
+    "labelled": ExampleKind(
+        "labelled answers",
+        ANSWER_TYPES,
+        figure="label",
+        metrics=("rewards_chosen", "rewards_rejected", "reward_margin", "kl"),
+    ),
 }
 """All kinds of rows that an objective trains on."""
 
-Objective = Literal["sft", "dpo", "orpo", "simpo", "ipo"]
-LossName = Literal["sigmoid", "odds_ratio", "squared"]
+Objective = Literal["sft", "dpo", "orpo", "simpo", "ipo", "kto"]
+LossName = Literal["sigmoid", "odds_ratio", "squared", "kto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +105,11 @@ class ObjectiveKind:
     """Rows that an objective trains on, and what it computes of their answers."""
 
     example: ExampleName
-    """What a row holds."""
+    """Content of a row."""
     needs_reference: bool = False
     """The answers are scored by the reference model, too, before each step: the model without the trained adapter."""
+    estimates_kl: bool = False
+    """Beside that, model and reference score each of a step's prompts with the answer to another one."""
     averages: bool = False
     """An answer's log-probability is the mean over its tokens, not their sum; prompts would then change it."""
     loss: LossName | None = None
@@ -110,8 +124,13 @@ class ObjectiveKind:
 
     @property
     def rows(self) -> ExampleKind:
-        """What a row holds, as the table has it."""
+        """Content of a row, as the table has it."""
         return EXAMPLES[self.example]
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes over as many tokens as a step's before each step."""
+        return self.needs_reference + 2 * self.estimates_kl
 
     @property
     def meaning(self) -> str:
@@ -127,6 +146,9 @@ OBJECTIVES: Mapping[Objective, ObjectiveKind] = {
         "pair", averages=True, loss="sigmoid", section="simpo", nll_factor="cpo_alpha", loss_type="simpo"
     ),
     "ipo": ObjectiveKind("pair", needs_reference=True, averages=True, loss="squared", section="ipo", loss_type="ipo"),
+    "kto": ObjectiveKind(
+        "labelled", needs_reference=True, estimates_kl=True, loss="kto", section="kto", loss_type="kto"
+    ),
 }
 """All values of `objective`. The first is the default; `init` chooses the first that trains on the rows it finds."""
 

@@ -1,4 +1,4 @@
-"""Loss, rewards and gradients of a batch of pairs against TRL's own trainers: DPO, IPO, ORPO, SimPO; float32.
+"""Loss, rewards and gradients of a batch against TRL's own trainers: DPO, IPO, ORPO, SimPO, KTO; float32.
 
     python scripts/trl_losses.py                    8 pairs of recipes/preferences.jsonl
     python scripts/trl_losses.py --pairs 2 --only orpo
@@ -38,7 +38,9 @@ REWARDS = {
     "rewards/rejected": "rewards_rejected",
     "rewards/margins": "reward_margin",
     "rewards/accuracies": "reward_accuracy",
+    "kl": "kl",
 }
+"""TRL's keys to ours, as far as an objective has them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ CASES = {
         "CPO",
         {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.5},
         ("objective=simpo",),
+    ),
+    "kto": Case("KTO", {"beta": 0.3}, ("objective=kto", "kto.beta=0.3")),
+    "kto, weights": Case(
+        "KTO",
+        {"beta": 0.1, "desirable_weight": 0.7, "undesirable_weight": 2.1},
+        ("objective=kto", "kto={beta: 0.1, desirable_weight: 0.7, undesirable_weight: 2.1}"),
     ),
     "simpo, smoothed, nll": Case(
         "CPO",
@@ -92,25 +100,24 @@ def enter_venv(folder: Path) -> None:
     os.execv(str(python), [str(python), *sys.argv])
 
 
-def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[int]]:
-    """The engine's, the batch and the tokens of its sequences."""
+def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[Any]]:
+    """The engine's, the batch and the rows of its sequences."""
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.build import make_engine, make_planner
-    from roundpipe_cli.train.preference import add_references, make_scored, metrics_of
+    from roundpipe_cli.train.preference import metrics_of, scored_before
     from roundpipe_cli.train.prepare.setup import prepare
     from roundpipe_cli.train.scoring import Scorer
 
     setup = prepare(load_recipe(str(recipe), list(case.words)), offline=True, tell=lambda event: None)
     setup.store._reference.clear()  # TRL's reference is the base model here, not the adapter that both begin with
     planner = make_planner(setup)
-    microbatches, _ = make_scored(setup, [[[index] for index in range(len(setup.dataset.rows))]])
+    batches = [[(index,) for index in range(len(setup.dataset.rows))]]
     with make_engine(setup) as engine:
-        if setup.recipe.objective_kind.needs_reference:
-            microbatches = add_references(Scorer(engine, planner, 1, lambda: False), microbatches, step=0)
+        microbatches, _ = scored_before(setup, Scorer(engine, planner, 1, lambda: False), batches, 0)
         result = engine.run_step(microbatches, planner.schedule(1), step=0)
     gradients = {name: setup.store.gradient(name).clone() for name in setup.store.trainable_names}
-    lengths = [len(row.input_ids) for rows in setup.dataset.sides for row in rows]
-    return Found(result.loss, metrics_of(result.rewards, microbatches), gradients), microbatches[0], lengths
+    rows = [row for side in setup.dataset.sides for row in side]
+    return Found(result.loss, metrics_of(result.rewards, microbatches), gradients), microbatches[0], rows
 
 
 def make_model(folder: Path, *, whole: bool = False) -> None:
@@ -146,13 +153,14 @@ def trainer_of(case: Case, folder: Path, rows: list[dict[str, str]]) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     makers = {"DPO": (DPOConfig, DPOTrainer), "ORPO": (ORPOConfig, ORPOTrainer), "CPO": (CPOConfig, CPOTrainer)}
+    makers |= {"KTO": (KTOConfig, KTOTrainer)}
     config, trainer = makers[case.trainer]
     arguments = config(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
@@ -171,15 +179,30 @@ def trainer_of(case: Case, folder: Path, rows: list[dict[str, str]]) -> Any:
     return made
 
 
-def theirs(trainer: Any, microbatch: Any, lengths: list[int]) -> Found:
+def labelled_batch(trainer: Any, rows: list[Any]) -> Any:
+    """Our rows as TRL's collator of labelled answers makes a batch of them."""
+    made = []
+    for row in rows:
+        start = int((row.labels != -100).argmax())  # and what stands behind the answer is not trained
+        prompt, answer = row.input_ids[:start].tolist(), row.labels[row.labels != -100].tolist()
+        made.append({"prompt_ids": prompt, "completion_ids": answer, "label": not row.is_rejected})
+    for index, one in enumerate(made):
+        one["KL_completion_ids"] = made[index - 1]["completion_ids"]
+    return trainer.data_collator(made)
+
+
+def theirs(trainer: Any, microbatch: Any, rows: list[Any]) -> Found:
     """TRL's loss of our batch, and what it logs of it."""
     import torch
 
+    lengths = [len(row.input_ids) for row in rows]
     labels = microbatch.labels
     if microbatch.preference.is_answer is not None:
         labels = labels.where(microbatch.preference.is_answer, -100)
     attention = (torch.arange(labels.shape[1]) < torch.tensor(lengths)[:, None]).long()
-    if "DPO" in type(trainer).__name__:
+    if "KTO" in type(trainer).__name__:
+        batch = labelled_batch(trainer, rows)
+    elif "DPO" in type(trainer).__name__:
         batch = {"input_ids": microbatch.input_ids, "attention_mask": attention}
         batch["completion_mask"] = (labels != -100).long()
     else:
@@ -191,7 +214,7 @@ def theirs(trainer: Any, microbatch: Any, lengths: list[int]) -> Found:
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     logged = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
-    rewards = {name: float(logged["train"][key][-1]) for key, name in REWARDS.items()}
+    rewards = {name: float(logged["train"][key][-1]) for key, name in REWARDS.items() if key in logged["train"]}
     named = trainer.model.named_parameters()
     gradients = {
         name.removeprefix("base_model.model."): p.grad for name, p in named if p.requires_grad and p.grad is not None
@@ -199,11 +222,11 @@ def theirs(trainer: Any, microbatch: Any, lengths: list[int]) -> Found:
     return Found(float(loss.detach()), rewards, gradients)
 
 
-def theirs_in_float64(trainer: Any, microbatch: Any, lengths: list[int]) -> Found:
+def theirs_in_float64(trainer: Any, microbatch: Any, sequences: list[Any]) -> Found:
     """The same by the same trainer with its weights in float64."""
     trainer.model.double()
     trainer.model.zero_grad()
-    return theirs(trainer, microbatch, lengths)
+    return theirs(trainer, microbatch, sequences)
 
 
 def differences(mine: Found, trl: Found) -> tuple[float, float, float, float]:
@@ -223,12 +246,16 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
     import json
 
     lines = (ROOT / "recipes" / "preferences.jsonl").read_text(encoding="utf-8").splitlines()[: args.pairs]
-    rows = [json.loads(line) for line in lines]
-    (folder / "rows.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    pairs = [json.loads(line) for line in lines]
+    sides = ["rejected" if index % 4 == 3 else "chosen" for index in range(len(pairs))]
+    single = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair, side in zip(pairs, sides, strict=True)
+    ]
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         f"model: {folder / 'base'}\nlora: {{r: {RANK}, alpha: {2 * RANK}, start_from: {folder / 'adapter'}}}\n"
-        f"datasets: [{{path: rows.jsonl, type: preference}}]\nmicro_batch_size: {args.pairs}\ndtype: float32\n"
+        f"datasets: [{{path: rows.jsonl}}]\nmicro_batch_size: {args.pairs}\ndtype: float32\n"
         f"gradient_accumulation_steps: 1\noutput_dir: {folder / 'out'}\npipeline: {{devices: [cpu, cpu]}}\n"
     )
     make_model(folder / "base", whole=args.smollm2)
@@ -238,16 +265,18 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
     for name, case in CASES.items():
         if not name.startswith(args.only):
             continue
+        rows = single if case.trainer == "KTO" else pairs
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         trainer = trainer_of(case, folder, rows)
         trainer.model.save_pretrained(folder / "adapter")
-        mine, microbatch, lengths = ours(recipe, case)
-        trl = theirs(trainer, microbatch, lengths)
+        mine, microbatch, sequences = ours(recipe, case)
+        trl = theirs(trainer, microbatch, sequences)
         found = differences(mine, trl)
         close &= max(found[:3]) <= args.tolerance
         shown = " | ".join(f"{value:.1e}" for value in found)
         print(f"| {name:20} | {mine.loss:.6f} | {trl.loss:.6f} | {shown} |", flush=True)
         if args.float64:
-            exact = theirs_in_float64(trainer, microbatch, lengths)
+            exact = theirs_in_float64(trainer, microbatch, sequences)
             for whose, one in (("this program", mine), ("TRL", trl)):
                 shown = " | ".join(f"{value:.1e}" for value in differences(one, exact))
                 print(f"| {name}: {whose} | {one.loss:.6f} | float64: {exact.loss:.6f} | {shown} |", flush=True)
@@ -257,7 +286,7 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
 def main() -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of the batch")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs, or labelled answers, of the batch")
     parser.add_argument("--only", default="", help="objectives whose name begins so")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M in place of the random Llama")
     parser.add_argument("--float64", action="store_true", help="both against TRL in float64 too")

@@ -136,7 +136,8 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     lost = f"; {report.lost_tokens} lost to cuts and dropped rows" if report.lost_tokens else ""
     yield f"tokens  {report.total_tokens}, {report.trained_tokens} of them trained ({share:.1f} %){lost}"
     if look.fill is None:
-        yield f"pairs   {len(dataset.rows)}, each a chosen and a rejected sequence; pairs are not packed"
+        answers = counted(len(dataset.sides), "answer")
+        yield f"packing none: {counted(len(dataset.rows), 'row')} of {answers} each, which are scored as wholes"
     else:
         yield (
             f"packing {counted(len(lengths), 'row')} in {counted(look.fill.num_sequences, 'sequence')} of "
@@ -161,7 +162,9 @@ def _show_samples(shown: Sequence[RowSample]) -> None:
     marks = "trained in green" if is_painted else "trained between [[ and ]]"
     for sample in shown:
         num_trained = sum(piece.num_tokens for piece in sample.pieces if piece.trained)
-        kind = f"{sample.kind} row" if sample.answer is None else f"{sample.kind} pair, {sample.answer}"
+        kind = f"{sample.kind} row" + ("" if sample.answer is None else f", {sample.answer}")
+        weights = {abs(piece.weight) for piece in sample.pieces if piece.trained}
+        kind += "" if weights <= {1.0} else f", weight {' and '.join(f'{weight:g}' for weight in sorted(weights))}"
         say_data(f"\n{kind}: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}")
         text, left = "", MAX_SAMPLE_CHARACTERS
         for piece in sample.pieces:

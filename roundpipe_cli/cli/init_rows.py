@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundpipe_cli.choices import EXAMPLES, ROW_KINDS, ExampleName
+from roundpipe_cli.choices import EXAMPLES, FIGURES, ROW_KINDS, ExampleName
 from roundpipe_cli.data.columns import columns_text
 from roundpipe_cli.data.encodings import guess_encoding, is_utf8
 from roundpipe_cli.data.formats import UnknownColumnsError, decide_format
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 20
 """Rows of a file that `init` looks at, and files; it refuses rows where each is bad."""
-FIELDS = tuple(dict.fromkeys(field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional)))
+FIELDS = (*dict.fromkeys(field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional)), *FIGURES)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Looked:
     spec: DatasetSpec
     """The file, with the encoding and the columns that the recipe will have."""
     example: ExampleName | None = None
-    """What a row holds; None: not known."""
+    """Content of a row; None: not known."""
     unknown: str = ""
     """A reason for the recipe's header that says of which files nothing is known; empty: none."""
     is_guess: bool = False
@@ -170,8 +170,9 @@ def _example_of(source: Source, read: Sequence[RawRow]) -> ExampleName | None:
     columns, row_format = [row.columns for row in rows], None
     if rows:
         for example in [*EXAMPLES][1:]:
-            with suppress(RefusedError):
+            with suppress(RefusedError, BadRowError):
                 made = decide_format(replace(source.spec, example=example), columns, source.name)
+                made.fitted(columns[0]).factor(columns[0])  # a `label` may be a class of texts
                 row_format = row_format or made
         row_format = row_format or decide_format(source.spec, columns, source.name)
         for row in rows:

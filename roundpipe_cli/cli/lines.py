@@ -145,9 +145,10 @@ def evaluation_line(event: events.EvaluationFinished) -> str:
     """`eval 12/100  loss 1.2345  perplexity 3.4  best`, under the lines of the steps."""
     width = len(str(event.num_steps))
     mark = "  best" if event.best else ""
-    shown, pairs = f"perplexity {event.perplexity:.4g}", event.preference
-    if pairs is not None:
-        shown = f"margin {pairs['reward_margin']:.3g}  accuracy {100 * pairs['reward_accuracy']:.0f}%"
+    shown, rewards = f"perplexity {event.perplexity:.4g}", event.preference
+    if rewards is not None:
+        forms = {"reward_margin": "margin {:.3g}", "reward_accuracy": "accuracy {:.0%}", "kl": "kl {:.3g}"}
+        shown = "  ".join(form.format(rewards[name]) for name, form in forms.items() if name in rewards)
     return f"eval {event.step:>{width}}/{event.num_steps}  loss {format_loss(event.loss)}  {shown}{mark}"
 
 

@@ -73,6 +73,8 @@ class Rendered:
     """Text without a template: the tokenizer adds its own special tokens (BOS), and EOS is appended."""
     trains_eos: bool = True
     """Whether an EOS that is appended to a trained text is trained."""
+    factors: tuple[tuple[TokenSpan, float], ...] = ()
+    """Parts of `trained` with the weight of their turn, where it is not 1."""
 
 
 class ChatTemplate:
@@ -125,7 +127,9 @@ class ChatTemplate:
             if rules.thoughts == "mask":
                 chosen = [written.without_thoughts(index, spans[index]) for index in sorted(spans)]
             ends = with_ends(chosen, written.every_end, rules.train_on_eos)
-            return Rendered(text, tuple(ends), tuple(dict.fromkeys(left_out)))
+            weighed = ((index, spans[index].spans) for index in sorted(spans) if index in conversation.weights)
+            factors = tuple((span, conversation.weights[index]) for index, own in weighed for span in own)
+            return Rendered(text, tuple(ends), tuple(dict.fromkeys(left_out)), factors=factors)
 
         return self._first_that_fits(conversation, trained)
 

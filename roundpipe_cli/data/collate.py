@@ -27,6 +27,8 @@ class CollatedBatch:
     row_ids: tuple[int, ...]
     num_target_tokens: int
     """Labels that the shifted loss counts: those of `labels[:, 1:]` that are not -100."""
+    weights: npt.NDArray[np.float32] | None = None
+    """[B, T]: each label's factor in the loss; None: 1."""
 
 
 def collate(rows: Sequence[Row], pad_token_id: int) -> CollatedBatch:
@@ -49,7 +51,7 @@ def _collated(sequences: Sequence[Sequence[Row]], pad_token_id: int, *, packed: 
     shape = (len(sequences), int(lengths.max()))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
-    position_ids = np.empty(shape, dtype=np.int64)
+    position_ids, weights = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=np.float32)
     for index, rows in enumerate(sequences):
         end = 0
         for row in rows:
@@ -57,6 +59,8 @@ def _collated(sequences: Sequence[Sequence[Row]], pad_token_id: int, *, packed: 
             input_ids[index, start:end] = row.input_ids
             labels[index, start + packed : end] = row.labels[int(packed) :]
             position_ids[index, start:end] = np.arange(end - start)
+            if row.weights is not None:
+                weights[index, start:end] = row.weights
         position_ids[index, end:] = np.arange(shape[1] - end)
     is_token = np.arange(shape[1]) < lengths[:, None]
     return CollatedBatch(
@@ -66,6 +70,7 @@ def _collated(sequences: Sequence[Sequence[Row]], pad_token_id: int, *, packed: 
         position_ids if packed else None,
         tuple(row.row_id for rows in sequences for row in rows),
         int(np.count_nonzero(labels[:, 1:] != IGNORED_LABEL)),
+        weights if any(row.weights is not None for rows in sequences for row in rows) else None,
     )
 
 

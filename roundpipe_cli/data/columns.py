@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from roundpipe_cli.choices import ROW_KINDS, SINGLE_TYPES, objectives_of
+from roundpipe_cli.choices import ANSWER_TYPES, ROW_KINDS, SINGLE_TYPES, FigureName, objectives_of
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages, messages_in_text
-from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, is_null_word, printable
+from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, is_null_word, printable, read_weight
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import either
 
@@ -23,19 +23,22 @@ from roundpipe_cli.units import either
 #
 # An empty value (null, an empty text or list) has no meaning in any column.
 
-ANSWER_TYPES = tuple(name for name in SINGLE_TYPES if ROW_KINDS[name].num_answers)
-"""Types of rows with one answer to train."""
 PROMPT_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers)
 """Types of rows with a prompt."""
 PLAIN_TYPES = tuple(name for name in PROMPT_TYPES if not ROW_KINDS[name].needs_template)
 """Types of rows whose prompt may be plain text."""
 IN_MESSAGES = "messages"
 """Stands in place of a type of rows, for rules of keys of messages."""
-VERDICTS = (
-    *("true", "false", "0", "1", "desirable", "undesirable", "chosen", "rejected"),
-    *("good", "bad", "accepted", "wanted", "unwanted", "preferred", "dispreferred"),
-)
+VERDICTS: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "1", "desirable", "chosen", "good", "accepted", "wanted", "preferred"), True),
+    **dict.fromkeys(("false", "0", "undesirable", "rejected", "bad", "unwanted", "dispreferred"), False),
+}
 """Texts that mean that an answer is wanted or not, in lower case."""
+FIGURE_COLUMNS: Mapping[FigureName, str] = {
+    "weight": r"(loss|sample|example|row)?_?weight|loss_scale",
+    "label": r"label|kto_tag|kto_label|(is_)?desirable|thumbs?_up",
+}
+"""Patterns for the names of columns that hold a figure of the whole row, in lower case."""
 
 
 def find_column(name: str, layout: Sequence[str]) -> str | None:
@@ -59,11 +62,32 @@ def says_something(value: object) -> bool:
     return value is not None and value is not False and not (isinstance(value, float) and math.isnan(value))
 
 
-def is_verdict(value: object) -> bool:
-    """Yes or no, in any of the forms that files have for it."""
+def verdict(value: object) -> bool | None:
+    """Yes or no, in any of the forms that files have for it; None: neither."""
     if isinstance(value, str):
-        return value.strip().lower() in VERDICTS
-    return isinstance(value, (bool, int, float)) and value in (0, 1)
+        return VERDICTS.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+
+
+def is_verdict(value: object) -> bool:
+    """Whether it is `verdict`'s yes or no."""
+    return verdict(value) is not None
+
+
+def read_factor(figure: FigureName, value: object, column: str) -> float:
+    """The factor of a row's loss that its `weight` or its `label` says: below 0 where the answer is not wanted.
+
+    Raises:
+        BadRowError: no weight or no label, such as a negative one, or one of three.
+    """
+    if figure == "label":
+        wanted = verdict(value)
+        if wanted is None:
+            found = str(value) if isinstance(value, (int, float)) else describe_value(value)
+            what = f"`{printable(column, 60)}` does not say whether the answer is wanted"
+            raise BadRowError(what, found=found, expected="true or false")
+        return 1.0 if wanted else -1.0
+    return 1.0 if value is None or value == "" else read_weight(value, f"`{printable(column, 60)}`")
 
 
 def is_weight(value: object) -> bool:
@@ -129,7 +153,7 @@ REJECTED = re.compile(rf"rejected([_-]({'|'.join(ANSWER_FORMS)}))?")
 CHOSEN = re.compile(rf"chosen([_-]({'|'.join(ANSWER_FORMS)}))?")
 PAIR_HINT = f"write `objective: {either(objectives_of('pair'))}`"
 THOUGHTS = r"reasoning(_content)?|thinking|thoughts?|think|cot|chain_of_thought"
-KTO_HINT = "keep the rows whose answers are wanted and delete the column, or make pairs of them for `objective: dpo`"
+KTO_HINT = f"write `objective: {either(objectives_of('labelled'))}`, or delete the column to train all rows alike"
 TOKENS_HINT = "give the texts or messages that the tokens were made of"
 SEGMENTS_HINT = "write them as `prompt` and `completion`, or as `messages` with `train: false`"
 STEPS_HINT = "write one answer as `completion`"
@@ -155,8 +179,8 @@ PROMPT_PART = ColumnRule(
 
 RULES = (
     ColumnRule(
-        r"label|kto_tag|kto_label|(is_)?desirable|thumbs?_(up|down)",
-        "marks answers as wanted or unwanted (KTO), which is not offered",
+        rf"{FIGURE_COLUMNS['label']}|thumbs?_down",
+        "marks answers as wanted or unwanted (KTO), which is not read",
         KTO_HINT,
         ANSWER_TYPES,
         matters=is_verdict,
@@ -170,8 +194,8 @@ RULES = (
     MEDIA,
     ColumnRule(
         r"(loss|sample|example|row|token)?_?weights?|loss_scale",
-        "says how much the row counts, which is not offered",
-        "weigh whole datasets against each other with `weight` in the recipe, and delete the column",
+        "says how much the row counts, which is read of rows with objective sft alone, from one column, as a number",
+        "name it, `columns: {weight: COLUMN}`, or delete the column",
         matters=is_weight,
     ),
     ColumnRule(
@@ -275,7 +299,7 @@ ANSWER_COLUMNS = (
 
 
 _SINGLE_ANSWERS = "the rows are preference pairs, and objective sft trains single answers"
-_NO_KTO = "rows of answers marked as wanted or unwanted (KTO) are not offered"
+_NO_KTO = "the rows are answers marked as wanted or unwanted (KTO), and objective sft trains all alike"
 LAYOUTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("input_ids",), "the rows are tokenised already", TOKENS_HINT),
     (("segments",), "rows of segments with a label each (axolotl's input_output) are not offered", SEGMENTS_HINT),

@@ -29,11 +29,13 @@ NUM_BINS = 12
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A run of tokens of a row that are all trained, or all not."""
+    """A run of tokens of a row with the same weight."""
 
     text: str
     trained: bool
     num_tokens: int
+    weight: float
+    """Factor in the loss; below 0 in an answer that is not wanted."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class RowSample:
     where: str
     row_id: int
     answer: str | None
-    """Its side, where a row has several."""
+    """Name of its side, where a row has several, or `unwanted` by its label."""
     input_ids: list[int]
     labels: list[int]
     pieces: tuple[TextPiece, ...]
@@ -93,12 +95,14 @@ def samples(
 
 def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str, *, answer: str | None) -> RowSample:
     trained = row.labels != IGNORED_LABEL
-    borders = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
+    weights = trained.astype(np.float32) if row.weights is None else row.weights
+    borders = [0, *(np.flatnonzero(weights[1:] != weights[:-1]) + 1).tolist(), len(weights)]
+    answer = answer or ("unwanted" if row.is_rejected else None)
     pieces = []
     for start, stop in zip(borders, borders[1:], strict=False):
         ids = row.input_ids[start:stop].tolist()
         text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        pieces.append(TextPiece(str(text), bool(trained[start]), stop - start))
+        pieces.append(TextPiece(str(text), bool(trained[start]), stop - start, float(weights[start])))
     return RowSample(kind, where, row.row_id, answer, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces))
 
 
@@ -154,7 +158,10 @@ def data_document(
         "sources_from_cache": dataset.num_cached,
         "notices": list(dataset.notices),
         "samples": [
-            {**asdict(sample), "pieces": [{"text": one.text, "trained": one.trained} for one in sample.pieces]}
+            {
+                **asdict(sample),
+                "pieces": [{"text": one.text, "trained": one.trained, "weight": one.weight} for one in sample.pieces],
+            }
             for sample in shown
         ],
     }

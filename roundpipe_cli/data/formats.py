@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -9,10 +10,12 @@ from itertools import chain
 from roundpipe_cli.choices import ROW_KINDS, SINGLE_TYPES, RowType
 from roundpipe_cli.data.columns import (
     ANSWER_COLUMNS,
+    FIGURE_COLUMNS,
     columns_text,
     find_column,
     is_columnar,
     likely_columns,
+    read_factor,
     refuse_layout,
     rows_inside,
     unused_columns,
@@ -69,6 +72,17 @@ def find_answers(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str
         expected="two answers, chosen and rejected, with a prompt, or both as whole conversations (`objective: dpo`)",
         hint="name the columns: `columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}`",
     )
+
+
+def find_figure(spec: DatasetSpec, layouts: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The column with the figure of a whole row, if one of the layouts has it."""
+    figure = spec.rows.figure
+    if figure is None:
+        return {}
+    pattern = re.compile(FIGURE_COLUMNS[figure])
+    names = [name for layout in layouts for name in layout if pattern.fullmatch(name.strip().lower())]
+    found = spec.columns.get(figure) or next((name for name in names if name == figure), next(iter(names), None))
+    return {} if found is None else {figure: found}
 
 
 def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
@@ -144,7 +158,8 @@ class RowFormat:
         fixed = {field: self.columns[field] for field in kind.fields}
         if self.type == "preference":
             return replace(self, columns=fixed | _prompt_columns(self.spec, layout))
-        return replace(self, columns=_mapped(self.type, {**self.spec.columns, **fixed}, layout))
+        figure = find_figure(self.spec, [layout])
+        return replace(self, columns=_mapped(self.type, {**self.spec.columns, **fixed}, layout) | figure)
 
     def opened(self, row: Mapping[str, object]) -> Mapping[str, object]:
         """The row with its lists of messages in place of their JSON text, which is how CSV files have them.
@@ -178,6 +193,14 @@ class RowFormat:
         if self.type == "prompt_completion":
             return (self._prompt_completion(row),)
         return (self._text(row, "text", filled=True),)
+
+    def factor(self, row: Mapping[str, object]) -> float:
+        """The factor that an opened row says its loss has: below 0 where its answer is not wanted."""
+        figure = self.spec.rows.figure
+        if figure is None:
+            return 1.0
+        value, column = self._optional(row, figure)
+        return read_factor(figure, value, column or figure)
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Names of the columns of an opened row, and of the keys in messages, that `parse` does not read."""
@@ -247,7 +270,8 @@ class RowFormat:
                     expected="the same prompt for both, and the assistant's turn behind it",
                 )
             untrained = turns.untrained | frozenset(range(num_shared))  # and no turn is trained of those that say so
-            made.append(self._with_columns(row, Conversation(turns.messages, untrained=untrained)))
+            spoken = Conversation(turns.messages, untrained=untrained, weights=turns.weights)
+            made.append(self._with_columns(row, spoken))
         return tuple(made)
 
     def _pair_prompt(self, row: Mapping[str, object]) -> tuple[str, str] | None:
@@ -329,7 +353,16 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
     layouts = list(dict.fromkeys(map(tuple, rows)))
     every = tuple(dict.fromkeys(chain.from_iterable(layouts)))
     types = spec.rows.row_types if spec.type == "auto" else (spec.type,)
-    _refuse_unknown_fields(spec, [field for row_type in types for field in _all_fields(row_type)], where)
+    figures = filter(None, [spec.rows.figure])
+    _refuse_unknown_fields(spec, [*(field for row_type in types for field in _all_fields(row_type)), *figures], where)
+    if spec.rows.figure == "label" and not find_figure(spec, layouts):
+        raise RefusedError(
+            f"cannot find the labels of {spec.rows.noun} in the columns of this dataset",
+            where=where,
+            found=column_names(dict.fromkeys(layouts[0])),
+            expected="a column `label`, true where the answer is wanted and false where not (`objective: kto`)",
+            hint="name the column: `columns: {label: COLUMN}`",
+        )
     if "preference" in types:
         made = RowFormat(spec, "preference", find_answers(spec, layouts, where)).fitted(every)
         shown = printable("columns " + ", ".join(dict.fromkeys(made.columns.values())))
@@ -347,7 +380,8 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
             if row_format is not None:
                 return row_format
     likely = likely_columns(rows) if not spec.columns else {}
-    refuse_layout(layouts, where, has_answer="completion" in likely)
+    if spec.rows.figure != "label":
+        refuse_layout(layouts, where, has_answer="completion" in likely)
     if inside is not None and not likely:
         raise inside
     raise UnknownColumnsError(layouts[0], where, likely)
@@ -385,7 +419,7 @@ def _detect(
     spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn, *, every: Sequence[str]
 ) -> RowFormat | None:
     """The format of `auto` for rows with these `columns`; `every`: those of all first rows, for the notice."""
-    for row_type in SINGLE_TYPES:
+    for row_type in spec.rows.row_types:
         mapped, needed = _mapped(row_type, spec.columns, columns), ROW_KINDS[row_type].fields
         if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in needed):
             made = RowFormat(spec, row_type, mapped).fitted(every)
@@ -401,7 +435,7 @@ def _pair_format(
     spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn, *, every: Sequence[str]
 ) -> RowFormat | None:
     """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
-    if spec.columns or find("prompt", columns) and find("completion", columns):
+    if {*spec.columns} - {spec.rows.figure} or find("prompt", columns) and find("completion", columns):
         return None
     for names in PAIR_COLUMNS:
         prompt, completion = (find(name, columns) for name in names)

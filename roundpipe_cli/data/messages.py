@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
@@ -21,6 +21,7 @@ from roundpipe_cli.data.rows import (
     checked_text,
     describe_value,
     printable,
+    read_weight,
     shown,
     unfit,
 )
@@ -241,7 +242,7 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 PART_KEYS = ("text", "value", "content")
 """Keys of a part of a message, one of which has its text."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
-"""Keys of a message with its weight, of which 0 and 1 are supported."""
+"""Keys of a message with its weight."""
 TRAIN_KEYS = ("train", "training", "trainable", "loss")
 """Keys of a message that decide whether it is trained."""
 MESSAGE_KEYS = frozenset(
@@ -276,6 +277,8 @@ class Conversation:
     to the prompt."""
     trained: frozenset[int] = frozenset()
     """Turns that are trained whatever their role: the row says so (`train: true`)."""
+    weights: Mapping[int, float] = field(default_factory=dict)
+    """Factors of turns in the loss, where they are not 1."""
     plain_prompt: str | None = None
     """Text before the completion of a prompt and its completion, where there is no chat template; None: only a
     template turns the messages into text."""
@@ -289,11 +292,12 @@ class Conversation:
             messages=before.messages + self.messages,
             untrained=before.untrained | untrained,
             trained=before.trained | trained,
+            weights={**before.weights, **{index + start: weight for index, weight in self.weights.items()}},
         )
 
     def as_prompt(self) -> Conversation:
         """A copy in which no turn is trained."""
-        return replace(self, untrained=frozenset(range(len(self.messages))), trained=frozenset())
+        return replace(self, untrained=frozenset(range(len(self.messages))), trained=frozenset(), weights={})
 
 
 Content = Conversation | str
@@ -324,11 +328,15 @@ def read_turns(value: object, column: str, role_key: str = "role") -> Conversati
     """
     messages: list[Message] = []
     turns: dict[bool | None, set[int]] = {True: set(), False: set(), None: set()}
+    weights: dict[int, float] = {}
     for index, item in enumerate(_list_of_objects(value, column)):
         field = f"`{column}[{index}]"
         messages.append(_message(item, field, role_key))
-        turns[_is_trained(item, field)].add(index)
-    return Conversation(tuple(messages), untrained=frozenset(turns[False]), trained=frozenset(turns[True]))
+        said, weight = _weight_of(item, field)
+        turns[said].add(index)
+        weights |= {} if weight == 1 else {index: weight}
+    sides = frozenset(turns[False]), frozenset(turns[True])
+    return Conversation(tuple(messages), untrained=sides[0], trained=sides[1], weights=weights)
 
 
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
@@ -371,24 +379,21 @@ def _two_of_one(field: str, keys: Sequence[str]) -> BadRowError:
     return BadRowError(f"{field}` has {' and '.join(f'`{key}`' for key in keys)}", found=found, expected=expected)
 
 
-def _is_trained(item: Mapping[str, object], field: str) -> bool | None:
-    """Whether a message says that it is trained (`train: true`), or that it is not; None: neither."""
-    said: bool | None = None
-    for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
+def _weight_of(item: Mapping[str, object], field: str) -> tuple[bool | None, float]:
+    """Whether a message says that it is trained (`train: true`) or that it is not (None: neither), and its weight."""
+    said, weight = None, 1.0
+    for key in WEIGHT_KEYS:
+        if (value := item.get(key)) is not None:
+            weight *= read_weight(int(value) if isinstance(value, bool) else value, f"{field}.{key}`")
+    for key in TRAIN_KEYS:
         value = item.get(key)
         if value is None:
             continue
         if value not in (0, 1):  # true and false too
-            raise BadRowError(
-                f"{field}.{key}` says how much this turn counts, which is not offered",
-                found=f"{key}: {value}" if isinstance(value, (int, float)) else describe_value(value),
-                expected="0 (not trained) or 1 (trained)",
-            )
-        if value == 0:
-            said = False
-        elif key in TRAIN_KEYS and said is None:  # a weight of 1 is every turn's
-            said = True
-    return said
+            what, found = f"{field}.{key}` does not say whether this turn is trained", describe_value(value)
+            raise BadRowError(what, found=found, expected="true or false")
+        said = bool(value) and said is not False
+    return (False, 1.0) if weight == 0 else (said, weight)
 
 
 def _list_of_objects(value: object, column: str) -> Sequence[Mapping[str, object]]:

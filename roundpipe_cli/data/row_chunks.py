@@ -38,8 +38,8 @@ class Encoded:
 
     input_ids: npt.NDArray[np.int32]
     """Shape [tokens]."""
-    trained: npt.NDArray[np.bool_]
-    """Shape [tokens]."""
+    weights: npt.NDArray[np.float32]
+    """Shape [tokens]: factors in the loss; 0 is not trained, below 0 belongs to an answer that is not wanted."""
 
 
 def encode_batch(
@@ -78,7 +78,7 @@ def encode_batch(
         places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
         if len(taking):
             _give_blanks_back(places, np.flatnonzero(np.isin(ids, taking)), row.text)
-        made = Encoded(np.asarray(ids, dtype=np.int32), _trained_tokens(places, row.trained))
+        made = Encoded(np.asarray(ids, dtype=np.int32), _token_weights(places, row))
         encoded.append(_with_marks_once(tokenizer, made, row, begin) if plain else made)
     return encoded
 
@@ -95,18 +95,21 @@ def _give_blanks_back(offsets: npt.NDArray[np.int64], tokens: npt.NDArray[np.int
             offsets[index] = start + len(taken) - len(taken.lstrip()), start + len(taken.rstrip())
 
 
-def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[TokenSpan]) -> npt.NDArray[np.bool_]:
-    """Which tokens overlap a span. `offsets` [tokens, 2]: first character of each token and the one behind its last."""
+def _token_weights(offsets: npt.NDArray[np.int64], row: Rendered) -> npt.NDArray[np.float32]:
+    """Weights of tokens: 1 where one overlaps a trained span, or the factor of the turn. `offsets` [tokens, 2]: first
+    character of each token and the one behind its last."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     if len(ends) > 1:
         # Tokenizers that trim offsets (GPT-2's) give a token of blanks no width, at its end: it begins where the
         # token before ended. Special tokens that the tokenizer adds are at (0, 0) and stay without width.
         previous_ends = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
         starts = np.where((starts == ends) & (ends > previous_ends), previous_ends, starts)
-    trained = np.zeros(len(ends), dtype=np.bool_)
-    for start, end in spans:
-        trained |= (starts < end) & (ends > start) & (ends > starts)
-    return trained
+    weights = np.zeros(len(ends), dtype=np.float32)
+    for start, end in row.trained:
+        weights[(starts < end) & (ends > start) & (ends > starts)] = 1
+    for (start, end), factor in row.factors:
+        weights[(starts < end) & (ends > start) & (weights != 0)] = factor
+    return weights
 
 
 def _ids_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -134,10 +137,10 @@ def _with_marks_once(tokenizer: PreTrainedTokenizerBase, made: Encoded, row: Ren
     Args:
         begin: what the tokenizer has put before the text.
     """
-    input_ids, trained = made.input_ids, made.trained
+    input_ids, weights = made.input_ids, made.weights
     if begin and input_ids[: 2 * len(begin)].tolist() == [*begin, *begin]:  # the text's own follows
         kept = np.r_[: len(begin), 2 * len(begin) : len(input_ids)]
-        input_ids, trained = input_ids[kept], trained[kept]
+        input_ids, weights = input_ids[kept], weights[kept]
     num_own, num_ends = 0, 0  # at the end of the text, and of its tokens
     mark = str(tokenizer.eos_token)
     while row.text.endswith(mark, 0, len(row.text) - num_own * len(mark)):
@@ -147,11 +150,11 @@ def _with_marks_once(tokenizer: PreTrainedTokenizerBase, made: Encoded, row: Ren
     eos_trained = row.trains_eos and bool(row.trained) and row.trained[-1][1] == len(row.text)
     if num_ends == 0:
         end = np.array([tokenizer.eos_token_id], dtype=np.int32)
-        return Encoded(np.concatenate([input_ids, end]), np.concatenate([trained, [eos_trained]]))
+        return Encoded(np.concatenate([input_ids, end]), np.append(weights, np.float32(eos_trained)))
     length = len(input_ids) - max(0, num_ends - max(1, num_own))  # some tokenizers append EOS themselves
-    input_ids, trained = input_ids[:length], trained[:length].copy()
-    trained[-1] = trained[-1] and row.trains_eos or eos_trained
-    return Encoded(input_ids, trained)
+    input_ids, weights = input_ids[:length], weights[:length].copy()
+    weights[-1] = weights[-1] and row.trains_eos or eos_trained
+    return Encoded(input_ids, weights)
 
 
 def _encode_slow(
@@ -159,8 +162,8 @@ def _encode_slow(
 ) -> Encoded | BadRowError:
     """For tokenizers without character offsets: the tokens of each prefix must be a prefix of the tokens."""
     ids = _ids(tokenizer, row.text, plain=plain)
-    trained = np.zeros(len(ids), dtype=np.bool_)
-    for span in row.trained:
+    weights = np.zeros(len(ids), dtype=np.float32)
+    for span, factor in (*((span, 1.0) for span in row.trained), *row.factors):
         borders = []
         for position in span:
             prefix = ids if position == len(row.text) else _ids(tokenizer, row.text[:position], plain=plain)
@@ -171,8 +174,8 @@ def _encode_slow(
                     expected="a fast tokenizer (a model folder with a tokenizer.json)",
                 )
             borders.append(len(prefix))
-        trained[borders[0] : borders[1]] = True
-    made = Encoded(np.asarray(ids, dtype=np.int32), trained)
+        weights[borders[0] : borders[1]] = factor
+    made = Encoded(np.asarray(ids, dtype=np.int32), weights)
     return _with_marks_once(tokenizer, made, row, begin) if plain else made
 
 
@@ -199,7 +202,8 @@ class ChunkResult:
     """Tokens of each sequence, above 0."""
     input_ids: npt.NDArray[np.int32]
     """Tokens of all sequences, end to end."""
-    trained: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32]
+    """Factors in the loss, as in `Encoded`."""
     report: SourceReport
     """All rows of the chunk, also those that are not kept."""
 
@@ -245,7 +249,7 @@ class RowEncoder:
         """
         report = SourceReport(rows_read=len(rows))
         rendered: list[tuple[int, Rendered]] = []  # with the place of its row
-        faults: dict[int, Problem] = {}
+        faults, factors = dict[int, Problem](), dict[int, float]()
         unused: Counter[str] = Counter()
         for place, raw in enumerate(rows):
             if raw.fault is not None or row_format is None:
@@ -255,8 +259,12 @@ class RowEncoder:
                 own = row_format.fitted(raw.columns)
                 columns = own.opened(raw.columns)
                 unused.update(own.unused(columns))
-                contents = own.parse(columns)
+                contents, factors[place] = own.parse(columns), own.factor(columns)
                 made = [self._render(content, own) for content in contents]
+                weighs = any(not isinstance(one, str) and one.weights for one in contents)
+                if weighs and (self._settings.train_on_inputs or own.spec.rows.figure != "weight"):
+                    what = "a message says how much this turn counts: read with objective sft, not with train_on_inputs"
+                    raise BadRowError(what, expected="a weight of 0 (not trained) or 1")
                 unused.update(list(dict.fromkeys(name for one in made for name in one.left_out)))
                 rendered += [(place, one) for one in made]
                 talks = [(one.messages, one.tools) for one in contents if not isinstance(one, str)]
@@ -275,7 +283,8 @@ class RowEncoder:
                 if isinstance(result, BadRowError):
                     faults.setdefault(place, result.fault)
                 else:
-                    answers.setdefault(place, []).append(result)
+                    weights = result.weights * np.float32(factors[place])
+                    answers.setdefault(place, []).append(Encoded(result.input_ids, weights))
         report.bad_rows = [(rows[place].number, faults[place]) for place in sorted(faults)]
         report.unused_columns = dict(unused)
         whole = {(place, rows[place].number): made for place, made in answers.items() if place not in faults}
@@ -306,13 +315,14 @@ class RowEncoder:
             full_lengths = [len(answer.input_ids) for answer in answers]
             report.longest_row_tokens = max(report.longest_row_tokens, *full_lengths)
             report.lost_tokens += sum(full_lengths)
-            made = [[one for one in self._sequences(answer) if one[0].trained[1:].any()] for answer in answers]
+            made = [[one for one in self._sequences(answer) if one[0].weights[1:].any()] for answer in answers]
             if all(made):
                 sequences = [one for of_answer in made for one in of_answer]
                 places += [row] * len(sequences)
                 kept += [sequence for sequence, _ in sequences]
                 report.lost_tokens -= sum(num_new for _, num_new in sequences)
                 report.rows_kept += len(sequences) // len(answers)
+                report.unwanted_rows += bool(sequences[0][0].weights.min() < 0)
             if max(full_lengths) > limit:
                 report.too_long_rows.append(row[1])
             # rows that are too long were not checked
@@ -320,12 +330,12 @@ class RowEncoder:
                 report.untrained_rows.append(row[1])
         lengths = [len(sequence.input_ids) for sequence in kept]
         report.total_tokens = sum(lengths)
-        report.trained_tokens = sum(int(np.count_nonzero(sequence.trained[1:])) for sequence in kept)
+        report.trained_tokens = sum(int(np.count_nonzero(sequence.weights[1:])) for sequence in kept)
         return ChunkResult(
             np.array(places, dtype=np.int64).reshape(-1, 2),
             np.array(lengths, dtype=np.int64),
             np.concatenate([np.empty(0, dtype=np.int32), *(sequence.input_ids for sequence in kept)]),
-            np.concatenate([np.empty(0, dtype=np.bool_), *(sequence.trained for sequence in kept)]),
+            np.concatenate([np.empty(0, dtype=np.float32), *(sequence.weights for sequence in kept)]),
             report,
         )
 
@@ -340,16 +350,16 @@ class RowEncoder:
         num_tokens = len(row.input_ids)
         if num_tokens <= limit or policy != "split":
             end = num_tokens if num_tokens <= limit else limit if policy == "truncate" else 0
-            yield Encoded(row.input_ids[:end], row.trained[:end]), end
+            yield Encoded(row.input_ids[:end], row.weights[:end]), end
             return
         end = 0
         while end < num_tokens:
             is_alone = end == num_tokens - 1  # a single token is trained behind another, or not at all
             begin, seen = max(0, end - max(self._settings.long_rows_overlap, is_alone)), end
             end = min(num_tokens, begin + limit)
-            trained = row.trained[begin:end].copy()
-            trained[: seen - begin] = False
-            yield Encoded(row.input_ids[begin:end], trained), end - seen
+            weights = row.weights[begin:end].copy()
+            weights[: seen - begin] = 0
+            yield Encoded(row.input_ids[begin:end], weights), end - seen
 
     def _render(self, content: Content, row_format: RowFormat) -> Rendered:
         train_all, rules = self._settings.train_on_inputs, row_format.spec.rules

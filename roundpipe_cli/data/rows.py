@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
@@ -155,6 +156,27 @@ def _num_characters(value: object) -> int:
     return sum(map(_num_characters, value)) if isinstance(value, (list, tuple)) else 0
 
 
+MAX_WEIGHT = 1e4
+"""Weights of rows and turns are below it: larger ones are figures of another kind."""
+
+
+def read_weight(value: object, field: str) -> float:
+    """A weight in the loss, as a number or its text.
+
+    Raises:
+        BadRowError: no number, not a number, below 0 or too large.
+    """
+    try:
+        weight = math.nan if isinstance(value, (bool, bytes)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < MAX_WEIGHT:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        found, expected = f"{value:g}" if is_number else describe_value(value), f"0 (not trained) to {MAX_WEIGHT:g}"
+        raise BadRowError(f"{field} is no weight", found=found, expected=expected)
+    return weight
+
+
 def checked_text(value: object, field: str, *, filled: bool) -> str:
     """The value, or a BadRowError where it is no text, as of `check_text`, or blank although `filled` is asked for."""
     if not isinstance(value, str):
@@ -196,6 +218,8 @@ class SourceReport:
     """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
     placeholder_rows: list[int] = field(default_factory=list)
     """Rows whose text has `<image>`, `<video>` or `<audio>` and that have no column with it: letters to the model."""
+    unwanted_rows: int = 0
+    """Kept rows whose answers are labelled as unwanted."""
     null_word_rows: list[int] = field(default_factory=list)
     """Rows of which a column that is read is just a word for nothing, such as `nan`: the model learns the word."""
     unused_columns: dict[str, int] = field(default_factory=dict)
@@ -239,7 +263,7 @@ class SourceReport:
 
 SUMMED = (
     *("rows_read", "rows_kept", "bad_rows", "too_long_rows", "untrained_rows", "control_token_rows"),
-    *("placeholder_rows", "null_word_rows", "trained_tokens", "total_tokens", "lost_tokens"),
+    *("placeholder_rows", "null_word_rows", "unwanted_rows", "trained_tokens", "total_tokens", "lost_tokens"),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ class DatasetSpec:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our field name to the file's column: `{"prompt": "question"}`."""
     example: ExampleName = "answer"
-    """What a row holds."""
+    """Content of a row."""
     rules: TrainRules = TrainRules()
     as_chat: bool = True
     """Whether plain prompts and completions become turns where there is a chat template."""
@@ -48,7 +48,7 @@ class DatasetSpec:
 
     @property
     def rows(self) -> ExampleKind:
-        """What a row holds, as the table has it."""
+        """Content of a row, as the table has it."""
         return EXAMPLES[self.example]
 
 
@@ -59,7 +59,10 @@ def spec_of(entry: Any, example: ExampleName) -> DatasetSpec:
         return {one.name: getattr(entry, one.name) for one in fields(kind) if hasattr(entry, one.name)}
 
     columns = {str(key): value for key, value in entry.columns.items()}
-    own = {"example": example, "columns": columns, "rules": TrainRules(**named(TrainRules))}
+    rules = TrainRules(**named(TrainRules))
+    if EXAMPLES[example].figure == "label":  # of the last answer; what stands before it is its prompt
+        rules = replace(rules, turns_to_train="last")
+    own = {"example": example, "columns": columns, "rules": rules}
     return DatasetSpec(**named(DatasetSpec) | own)
 
 

@@ -2,7 +2,7 @@
 
     <cache>/tokens/<key>/
       input_ids.bin   int32, all kept rows end to end        rows.bin      int64 [rows, 2]: place in the source, number
-      trained.bin     one byte a token                       lengths.bin   int64 [rows]
+      weights.bin     float32, as of `Encoded`               lengths.bin   int64 [rows]
       shard.json      written last: checksums, digests, the report on all rows
 
 A shard is written in a folder of its own and renamed when it is complete and durable, so that neither a killed run nor
@@ -34,7 +34,7 @@ from roundpipe_cli.files import digests_of, sync
 
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"
-ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
+ARRAYS = {"input_ids.bin": np.int32, "weights.bin": np.float32, "rows.bin": np.int64, "lengths.bin": np.int64}
 
 
 class DamageError(Exception):
@@ -67,12 +67,12 @@ class Shard:
     """The kept rows of one source."""
 
     input_ids: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32]
     places: npt.NDArray[np.int64]
     """[rows, 2]: place among all rows of the source, from 0, ascending, and the row's number in there."""
     lengths: npt.NDArray[np.int64]
     digests: tuple[str, ...]
-    """SHA-256 over lengths, ids and trained: equal exactly if every row is. Of pairs, whose answers stand in turn, two:
+    """SHA-256 over lengths, ids and weights: equal exactly if every row is. Of pairs, whose answers stand in turn, two:
     of the chosen rows and of the rejected ones."""
     report: SourceReport
 
@@ -106,9 +106,9 @@ class ShardWriter:
 
     def add(self, chunk: ChunkResult, first_place: int) -> None:
         """Append a chunk whose first row has the place `first_place`."""
-        arrays = {
+        arrays: dict[str, npt.NDArray[Any]] = {
             "input_ids.bin": chunk.input_ids,
-            "trained.bin": chunk.trained,
+            "weights.bin": chunk.weights,
             "rows.bin": chunk.places + [first_place, 0],
             "lengths.bin": chunk.lengths,
         }
@@ -211,4 +211,4 @@ def _open(folder: Path, content: dict[str, Any]) -> Shard:
         arrays[name] = mapped
     rows, lengths = arrays["rows.bin"].reshape(-1, 2), np.array(arrays["lengths.bin"])
     digests, report = tuple(content["digests"]), SourceReport.from_json(content["report"])
-    return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, lengths, digests, report)
+    return Shard(arrays["input_ids.bin"], arrays["weights.bin"], rows, lengths, digests, report)

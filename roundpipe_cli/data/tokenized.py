@@ -182,6 +182,13 @@ class Row:
     """Shape [tokens]."""
     labels: npt.NDArray[np.int32]
     """Shape [tokens], not shifted: the token itself where it is trained, -100 elsewhere."""
+    weights: npt.NDArray[np.float32] | None = None
+    """Shape [tokens]: each token's factor in the loss, 0 where it is not trained; None: 1 where it is."""
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether it is labelled as an answer that is not wanted: its weights are below 0."""
+        return self.weights is not None and bool(self.weights.min() < 0)
 
 
 class TokenizedRows(Sequence[Row]):
@@ -220,9 +227,11 @@ class TokenizedRows(Sequence[Row]):
         start = int(self._starts[source][place])
         stop = start + int(self.lengths[index])
         input_ids = shard.input_ids[start:stop]
-        labels = np.where(shard.trained[start:stop], input_ids, np.int32(IGNORED_LABEL))
+        weights = shard.weights[start:stop]
+        labels = np.where(weights, input_ids, np.int32(IGNORED_LABEL))
         labels.flags.writeable = False
-        return Row(int(self._first_ids[source] + self._places[source][place, 0]), input_ids, labels)
+        row_id = int(self._first_ids[source] + self._places[source][place, 0])
+        return Row(row_id, input_ids, labels, None if np.isin(weights, (0, 1)).all() else weights)
 
     @property
     def numbers(self) -> list[Rows]:

@@ -263,7 +263,7 @@ class Engine:
         assert schedule.num_workers == self.num_workers
         assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
         states = microbatch_states(microbatches, schedule.sequence_chunks, part)
-        num_units = sum(state.num_units for state in states) if part is None else part.num_units
+        num_units = sum(one.num_units for one in microbatches) if part is None else part.num_units
         context = self._context(
             states, schedule, step, version, num_units=num_units, gradients=gradients or GradientOptions()
         )
@@ -276,7 +276,7 @@ class Engine:
         step: int,
         version: int | None,
         *,
-        num_units: int,
+        num_units: float,
         gradients: GradientOptions,
         scoring: bool = False,
         adapters: bool = True,
@@ -288,7 +288,7 @@ class Engine:
             flat = self.store.gradients[layer]
             flat = torch.empty_like(flat) if layer in gradients.kept else flat
             folds[layer] = GradientFold(layer, self.store.layouts[layer], flat, len(states), progress=progress)
-        scale = gradients.loss_scale / max(num_units, 1)
+        scale = gradients.loss_scale / (num_units or 1)
         if id(schedule) not in self._programs:  # each is kept, so no other one gets its number
             copies = not self._workers[0].backend.aliases_host
             self._programs[id(schedule)] = PreparedProgram(schedule, self.store, self._trained, options, copies=copies)

@@ -401,9 +401,10 @@ class LayerRunner:
         return (boundary, None) if carry is None else carry.unpack_last(boundary)
 
     def _targets(self, state: MicrobatchState) -> HeadTargets:
-        receive, preference = self.backend.receive, state.preference
+        receive, preference, weights = self.backend.receive, state.preference, state.target_weights
         indices, ids = receive(state.target_indices), receive(state.target_ids)
-        return HeadTargets(indices, ids, None if preference is None else map_tensors(preference, receive))
+        moved = None if preference is None else map_tensors(preference, receive)
+        return HeadTargets(indices, ids, moved, None if weights is None else receive(weights))
 
     # -- chunks of a sequence ------------------------------------------------------------------------------------
 

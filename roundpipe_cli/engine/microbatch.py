@@ -50,6 +50,8 @@ class MicrobatchState:
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""
     loss_sum: float | torch.Tensor | None = None
+    target_weights: torch.Tensor | None = None
+    """float32 [N]; None: 1."""
     preference: Preference | None = None
     reward_sums: torch.Tensor | None = None
     """As `HeadResult.reward_sums`."""
@@ -63,9 +65,11 @@ class MicrobatchState:
     """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""
 
     @property
-    def num_units(self) -> int:
-        """Number of target tokens, or of rows: the loss is a mean over them."""
-        return len(self.target_ids) if self.preference is None else self.preference.num_rows(len(self.input_ids))
+    def num_units(self) -> float:
+        """Number of its units; see `Microbatch`."""
+        if self.preference is not None:
+            return self.preference.num_rows(len(self.input_ids))
+        return len(self.target_ids) if self.target_weights is None else float(self.target_weights.double().sum())
 
 
 def microbatch_states(
@@ -91,6 +95,8 @@ def microbatch_states(
             index = len(states)
             state = MicrobatchState(index, ids[:, start:end], own, targets[inside], place=place + index)
             state.position_ids = None if positions is None else positions[:, :end]
+            if microbatch.weights is not None:  # of the token at an index, the target is the next one
+                state.target_weights = microbatch.weights.flatten()[indices[inside] + 1]
             if num_chunks > 1:
                 state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
                 assert microbatch.preference is None, "answers that are scored as wholes are not cut"

@@ -189,7 +189,7 @@ class StepContext:
     """Version of the weights that the whole step reads, the embedding's rows included."""
     prepared: PreparedProgram
     microbatches: list[MicrobatchState]
-    num_units: int
+    num_units: float
     """Number of the step's target tokens, or rows: the loss is their mean."""
     loss: HeadLoss
     """How the loss is computed; its gradient scale is the step's loss scale / `num_units`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.model.sequence_loss import Preference
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.timeline import UP, Interval, Timeline, bubble_ratio, utilization
@@ -26,6 +27,17 @@ class Microbatch:
     """Sequences are scored as wholes, side by side of their rows; None: the loss is that of the target tokens."""
     lengths: torch.Tensor | None = None
     """int64 [B]: tokens of each sequence without padding, for the routers' loss; None: all."""
+    weights: torch.Tensor | None = None
+    """float32 [B, T]: factor of each label's loss, 0 or more; None: 1."""
+
+    @property
+    def num_units(self) -> float:
+        """Number by whose sum over the step the loss is divided: of rows that are scored as wholes, else of target
+        tokens, or the sum of their weights."""
+        if self.preference is not None:
+            return self.preference.num_rows(len(self.labels))
+        indices, _ = target_rows(self.labels)
+        return len(indices) if self.weights is None else float(self.weights.flatten()[indices + 1].double().sum())
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,8 @@ class Part:
 
     first: int
     """Index of the first one in the step."""
-    num_units: int
-    """Number of units that the step's loss is a mean over: target tokens of all machines' microbatches."""
+    num_units: float
+    """Sum over all machines' microbatches."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class HeadTargets:
     preference: Preference | None = None
     """The sequences are scored as wholes, its tensors on the hidden states' device; None: the loss is the sum over
     target tokens."""
+    weights: torch.Tensor | None = None
+    """float32 [N]: factor of each target's loss; None: 1."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,16 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def chunk_loss(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of `logits` [N, V] against `targets` [N]: its sum, 0-dim float64, and that sum's float32 gradient.
 
-    `label_smoothing`: share of each target's probability that is spread evenly over the vocabulary.
+    Args:
+        label_smoothing: share of each target's probability that is spread evenly over the vocabulary.
+        factors: float32 [N, 1], of each target's loss; None: 1.
     """
     parts, gradient = cross_entropy(logits.detach(), targets, label_smoothing)
-    return _loss_of(parts, label_smoothing), gradient
+    return _loss_of(parts, label_smoothing, factors), gradient if factors is None else gradient.mul_(factors)
 
 
 def loss_name(loss: TokenLoss | None) -> str | None:
@@ -114,8 +118,9 @@ def own_loss(logits: torch.Tensor, targets: torch.Tensor, own: TokenLoss) -> tup
     return total.detach().double(), gradient
 
 
-def _loss_of(parts: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """The sum of losses, from the parts of `cross_entropy_`."""
+def _loss_of(parts: torch.Tensor, smoothing: float, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of losses, from the parts of `cross_entropy_`, with `factors` [N, 1]."""
+    parts = parts if factors is None else parts * factors[:, 0]
     loss_sum = parts[0].sum()
     return (1 - smoothing) * loss_sum + smoothing * parts[1].sum() if smoothing else loss_sum
 
@@ -123,16 +128,18 @@ def _loss_of(parts: torch.Tensor, smoothing: float) -> torch.Tensor:
 def _scaled_loss(
     logits: torch.Tensor, targets: torch.Tensor, loss: HeadLoss, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunk_loss`; the gradient is scaled, also by `factors` [N, 1], and of the logits' type.
+    """As `chunk_loss`; the gradient is scaled and of the logits' type.
 
     In place it lies over logits that no graph reads.
     """
     if loss.own is not None:
+        if factors is not None:
+            what, hint = "a loss of a program's own takes no weights of rows or turns", "delete them from the data"
+            raise RefusedError(what, where=loss_name(loss.own), hint=hint)
         loss_sum, gradient = own_loss(logits, targets, loss.own)
         return loss_sum, (gradient * loss.gradient_scale).to(logits.dtype)  # which may be a view of one value
     if not loss.in_place:
-        loss_sum, gradient = chunk_loss(logits, targets, loss.label_smoothing)
-        gradient = gradient if factors is None else gradient.mul_(factors)
+        loss_sum, gradient = chunk_loss(logits, targets, loss.label_smoothing, factors)
         return loss_sum, gradient.mul_(loss.gradient_scale).to(logits.dtype)
     step = before_views(logits)
     values = logits.data  # with versions of its own: a view whose base was written gets a backward that copies it all
@@ -140,7 +147,7 @@ def _scaled_loss(
         values = values.clone(memory_format=torch.contiguous_format)
     each = None if factors is None else factors[:, 0].contiguous()
     parts = cross_entropy_(values, targets, each, loss.label_smoothing, loss.gradient_scale)
-    return _loss_of(parts, loss.label_smoothing), values
+    return _loss_of(parts, loss.label_smoothing, factors), values
 
 
 _FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0", "IndexCopyBackward0"})
@@ -188,7 +195,8 @@ def score_head(
         with torch.no_grad():
             log_probabilities = torch.log_softmax(logits_of(rows[part], start).float(), dim=-1)
             picked = log_probabilities.gather(1, targets.ids[part, None])
-        loss_sum += -picked.double().sum()
+        factors = 1 if targets.weights is None else targets.weights[part, None]
+        loss_sum += -(picked.double() * factors).sum()
         every[part] = picked[:, 0]
         if top_k:
             top.append(_take_top(log_probabilities, top_k))
@@ -230,7 +238,7 @@ def run_head(
     indices, preference, shape = targets.indices, targets.preference, (hidden.shape[0], hidden.shape[1])
     flat = hidden.detach().flatten(0, 1)
     rows = flat[indices]
-    result, token_factors = HeadResult(0.0, None), None
+    result, token_factors = HeadResult(0.0, None), None if targets.weights is None else targets.weights[:, None]
     if preference is not None:
         scored = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens).log_probabilities
         whole_sum, token_factors, result.reward_sums = sequence_loss(scored, indices, shape, preference)

@@ -71,7 +71,7 @@ class RouterLoss:
         gradient = torch.cat([torch.zeros_like(routed), shares.float()])
         return (shares * probabilities.double()).sum(), gradient
 
-    def add_to(self, head: HeadResult, sums: torch.Tensor, num_units: int, gradient_scale: float) -> None:
+    def add_to(self, head: HeadResult, sums: torch.Tensor, num_units: float, gradient_scale: float) -> None:
         """Add the loss of a microbatch, as one of each of its `num_units` target tokens, to what its head gave."""
         loss, of_sums = self.of_sums(sums)
         head.loss_sum = head.loss_sum + num_units * loss

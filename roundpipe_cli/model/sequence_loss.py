@@ -9,12 +9,14 @@
     odds_ratio   -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)
                                                                                                 (ORPO, arXiv 2403.07691)
     squared      (c - r - 1 / (2 * beta))^2                                                      (IPO, arXiv 2310.12036)
+    kto          d * (1 - sigmoid(beta * (c - k))) of wanted answers, u * (1 - sigmoid(beta * (k - r))) of others, d and
+                 u the weights of both, k >= 0 the step's estimate of the divergence          (KTO, arXiv 2402.01306)
 
-Summed over pairs. Some objectives add the chosen sequences' negative log-likelihood; its weights say what it is a mean
+Summed over rows. Some objectives add the chosen sequences' negative log-likelihood; its weights say what it is a mean
 over.
 
-P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones, in the same order. B =
-2P sequences of T tokens; N target tokens.
+In a microbatch the chosen sequences come first. Of P pairs 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones,
+in the same order. B sequences of T tokens; N target tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +40,18 @@ class Preference:
     objective: Objective
     beta: float
     reference: torch.Tensor | None = None
-    """float64 [2P]: log-probability of each sequence under the reference model; None where there is none (yet)."""
+    """float64 [B]: log-probability of each sequence under the reference model; None where there is none (yet)."""
+    num_chosen: int | None = None
+    """Sequences whose answers are chosen or wanted; None: half of them."""
+    kl: torch.Tensor | None = None
+    """float64 0-dim: mean of log-probability less that under the reference model, of answers to other prompts; 0 where
+    that is below 0. None where the objective has none (yet)."""
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
     nll_weights: torch.Tensor | None = None
-    """float64 [2P]: factor of each sequence's negative log-likelihood, which is summed over its target tokens; None: it
+    """float64 [B]: factor of each sequence's negative log-likelihood, which is summed over its target tokens; None: it
     has no part in the loss."""
     is_answer: torch.Tensor | None = None
     """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
@@ -51,6 +60,11 @@ class Preference:
     def kind(self) -> ObjectiveKind:
         """The objective's entry in the table."""
         return OBJECTIVES[self.objective]
+
+    def sides(self, num_sequences: int) -> tuple[int, int]:
+        """Chosen and other ones of so many sequences."""
+        chosen = num_sequences // 2 if self.num_chosen is None else self.num_chosen
+        return chosen, num_sequences - chosen
 
     def num_rows(self, num_sequences: int) -> int:
         """Rows of so many sequences: the loss is a mean over them."""
@@ -88,8 +102,10 @@ def sequence_loss(
         counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
     gained = policy if preference.reference is None else policy - preference.reference
     loss, slopes = SEQUENCE_LOSSES[kind.loss](gained / counts, preference)
-    chosen, rejected = (preference.beta * (gained if kind.needs_reference else gained / counts)).chunk(2)
-    sums = [chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()]
+    rewards = preference.beta * (gained if kind.needs_reference else gained / counts)
+    chosen, rejected = rewards.split(preference.sides(len(rewards)))
+    num_right = loss.new_zeros(()) if len(kind.rows.sides) == 1 else (chosen > rejected).sum().double()
+    sums = [chosen.sum(), rejected.sum(), num_right]
     factors = -(slopes / counts).float()[sequences] * is_answer
     nll = torch.zeros_like(loss)
     if preference.nll_weights is not None:
@@ -107,18 +123,19 @@ def reward_metrics(sums: Sequence[Sequence[float]], losses: Sequence[tuple[Prefe
     """
     chosen, rejected, num_right, nll = (sum(column) for column in zip(*sums, strict=True))
     rows, (first, _) = sum(loss.num_rows(count) for loss, count in losses), losses[0]
-    metrics = {
-        "rewards_chosen": chosen / rows,
-        "rewards_rejected": rejected / rows,
-        "reward_margin": (chosen - rejected) / rows,
-        "reward_accuracy": num_right / rows,
-        **({} if first.nll_weights is None else {"nll_loss": nll / rows}),
-    }
+    num_chosen, num_rejected = (sum(side) for side in zip(*(loss.sides(count) for loss, count in losses), strict=True))
+    metrics = {"reward_accuracy": num_right / rows}
+    metrics |= {"rewards_chosen": chosen / num_chosen} if num_chosen else {}
+    metrics |= {"rewards_rejected": rejected / num_rejected} if num_rejected else {}
+    if num_chosen and num_rejected:
+        metrics["reward_margin"] = metrics["rewards_chosen"] - metrics["rewards_rejected"]
+    metrics |= {} if first.nll_weights is None else {"nll_loss": nll / rows}
+    metrics |= {} if first.kl is None else {"kl": float(first.kl)}
     return {name: metrics[name] for name in first.kind.rows.metrics if name in metrics}
 
 
-# Losses: of log-probabilities of sequences, float64 [2P], to the sum over the pairs and its gradient with respect to
-# them, float64 [2P].
+# Losses: of log-probabilities of sequences, float64 [B], to the sum over the rows and its gradient with respect to
+# them, float64 [B].
 
 SequenceLoss = Callable[[torch.Tensor, Preference], tuple[torch.Tensor, torch.Tensor]]
 
@@ -146,5 +163,16 @@ def _squared(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor
     return (distance**2).sum(), torch.cat([2 * distance, -2 * distance])
 
 
-SEQUENCE_LOSSES: Mapping[LossName, SequenceLoss] = {"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared}
+def _kto(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor]:
+    assert preference.kl is not None, "the divergence is estimated before the step"
+    chosen, rejected = scores.split(preference.sides(len(scores)))
+    values = torch.sigmoid(preference.beta * torch.cat([chosen - preference.kl, preference.kl - rejected]))
+    factors = preference.desirable_weight, -preference.undesirable_weight
+    signed = torch.cat([torch.full_like(side, one) for side, one in zip((chosen, rejected), factors, strict=True)])
+    return (signed.abs() * (1 - values)).sum(), -preference.beta * signed * values * (1 - values)
+
+
+SEQUENCE_LOSSES: Mapping[LossName, SequenceLoss] = {
+    **{"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared, "kto": _kto},
+}
 """All values of `ObjectiveKind.loss`."""

@@ -122,8 +122,9 @@ def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
 
 
 def reference_s(question: PlanRequest, cut: StageCut) -> float:
-    """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
-    if not question.loaded.recipe.objective_kind.needs_reference:
+    """Seconds of the forward passes before a step, which its answers are compared with (`train/preference.py`)."""
+    passes = question.loaded.recipe.objective_kind.num_passes
+    if not passes:
         return 0.0
     costs, workers, wanted = step_costs(question, cut), question.num_workers, question.settings.num_microbatches
     covered = max((last for _, last in cut.forward_stages), default=-1)
@@ -131,7 +132,7 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
     once = min(wanted, SCORED_PER_WORKER * workers)
     stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
     schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
-    return simulated_ends(lower(schedule, costs), costs).makespan_s * wanted / once
+    return passes * simulated_ends(lower(schedule, costs), costs).makespan_s * wanted / once
 
 
 def launches_of(question: PlanRequest, cut: StageCut) -> tuple[float, float]:
@@ -414,7 +415,7 @@ def _plan(question: PlanRequest) -> Plan:
     pairs_s = reference_s(question, cut)
     step_s = step.step_s + pairs_s
     needs_s = _needs_s(question, step, issued_s, launches_s)
-    reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
+    reference = f"the base model's forward, which answers are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
         cut=cut,

@@ -17,7 +17,7 @@ from roundpipe_cli.choices import (
     OPTIMIZERS,
     PACKED_FORMATS,
     SCHEDULE_KINDS,
-    SCORING_OBJECTIVES,
+    objectives_of,
 )
 from roundpipe_cli.errors import Problem, num_edits
 from roundpipe_cli.recipe.aliases import ALIASES
@@ -534,8 +534,9 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
         for key in NEEDS_EVALUATION:
             yield key, "needs rows to evaluate on", "add a line such as `val_set_size: 0.05`, or eval_datasets"
     if recipe.scores_answers:
+        kind = recipe.objective_kind
         # of means that are compared, a prompt's log-probability would be a part
-        for key in ("label_smoothing_factor", *(["train_on_inputs"] if recipe.objective_kind.averages else [])):
+        for key in ("label_smoothing_factor", *(["train_on_inputs"] if kind.averages or kind.estimates_kl else [])):
             yield key, f"is not offered with objective {recipe.objective}", None
 
 
@@ -596,9 +597,16 @@ def _find_objective_problems(recipe: Recipe, findings: Findings) -> None:
         findings.add(("long_rows",), f"{rows.noun} cannot be split", hint=SPLIT_HINT)
     if recipe.scores_answers and recipe.packs:  # `auto` is off with them
         findings.add(("packing",), f"packing is not offered with objective {objective}", hint="delete the line packing")
+    if recipe.objective_kind.estimates_kl and recipe.rows_per_step == 1:
+        what = f"objective {objective} compares each prompt with another row's answer, and a step has one row"
+        hint = "gradient_accumulation_steps=16, or any number of rows above 1"
+        findings.add(("gradient_accumulation_steps",), what, found="1 row a step", expected="2 or more", hint=hint)
     if recipe.objective_kind.needs_reference and recipe.method != "lora":
-        others = either(name for name in SCORING_OBJECTIVES if not OBJECTIVES[name].needs_reference)
-        why = f"the reference leaves the trained adapter out, or has its start; objective {others} needs none"
+        fitting = [
+            name for name in objectives_of(recipe.objective_kind.example) if not OBJECTIVES[name].needs_reference
+        ]
+        why = "the reference leaves the trained adapter out, or has its start"
+        why += f"; objective {either(fitting)} needs none" if fitting else ""
         findings.add(("method",), f"objective {objective} needs method lora", found=recipe.method, hint=why)
 
 

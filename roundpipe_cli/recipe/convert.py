@@ -84,6 +84,7 @@ _DEFAULTS: Mapping[tuple[Tool, str], Mapping[str, Any]] = {
     ("trl", "orpo"): {"learning_rate": 1.0e-6},
     ("trl", "simpo"): {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
     ("trl", "ipo"): {"learning_rate": 1.0e-6},
+    ("trl", "kto"): {"learning_rate": 1.0e-6},
     ("trl", "lora"): {
         **{"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(_PEFT_TARGETS)},
     },
@@ -104,7 +105,7 @@ _HINT = f"{either(SCORING_OBJECTIVES)} is converted; a file of TRL that does not
 
 _JOBS = either(("fine-tuning", "pretraining", *SCORING_OBJECTIVES))
 
-_OBJECTIVES = {"rm": REWARD, "ppo": REINFORCEMENT} | dict.fromkeys((*SCORING_OBJECTIVES, "kto", "cpo"), PREFERENCES)
+_OBJECTIVES = {"rm": REWARD, "ppo": REINFORCEMENT} | dict.fromkeys((*SCORING_OBJECTIVES, "cpo"), PREFERENCES)
 """Values of `rl` and `stage`."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.recipe.convert_rules import Conversion, Tool, is_pairs
+from roundpipe_cli.recipe.convert_rules import Conversion, Tool, is_labelled, is_pairs
 from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of, is_off
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
@@ -167,6 +167,11 @@ _PAIR_COLUMNS: Mapping[str, str] = {
     **{"field_prompt": "prompt", "field_system": "system", "field_messages": "messages"},
     **{"field_chosen": "chosen", "field_rejected": "rejected"},
 }
+_PROMPTS_OF_LABELLED: Mapping[str, str] = {"intel": "question", "argilla": "instruction"}
+"""As `_PROMPTS`, of axolotl's types for KTO."""
+_LABELLED_COLUMNS: Mapping[str, str] = {
+    **{"field_prompt": "prompt", "field_completion": "completion", "field_label": "label", "field_system": "system"},
+}
 _DECIDES = "the rows' columns decide how"
 
 
@@ -191,6 +196,13 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
             columns = _shape(str(kind or ""), where, result)
         _kind_of_messages(item, f"{result.name}: {where}")
         return _finished(entry, item, where, result, columns=columns, known=_PAIR_COLUMNS)
+    if is_labelled(result.job):  # prompt, completion and label, whatever the type
+        shape = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
+        entry["type"] = "chat" if shape == "argilla_chat" else "prompt_completion"
+        columns = {"prompt": _PROMPTS_OF_LABELLED.get(shape, "prompt"), "completion": "completion"}
+        columns = {"messages": "completion"} if shape == "argilla_chat" else columns
+        result.change(f"{where}.type", f"rows have {' and '.join(columns.values())}, in the tokenizer's own template")
+        return _finished(entry, item, where, result, columns=columns, known=_LABELLED_COLUMNS)
     if is_off(kind):
         raise RefusedError(
             "the rows of this dataset are tokens already",
@@ -461,6 +473,8 @@ def _table_entry(dataset: str, known: Mapping[str, Any], folder: str, result: Co
     if has_pairs:
         names.pop("response", None)
         names |= _PAIR
+    if is_labelled(job):
+        names["kto_tag"] = "label"
     said = {**_UNSAID.get(kind, {}), **(columns or {})}
     for key in (key for key in said if key not in names):
         where, why = f"{dataset}.columns.{key}", "rows of this type have no such column"
@@ -487,7 +501,10 @@ def _faults(
     if has_pairs and signs[:3] != ["ranking", "columns.chosen", "columns.rejected"]:
         expected = "ranking: true, columns.chosen, columns.rejected"
         yield "this dataset has no pairs of answers", "ranking", expected
-    if signs and not has_pairs:
+    if is_labelled(result.job):
+        if signs != ["columns.kto_tag"]:
+            yield "this dataset has no labels of its answers", "columns.kto_tag", "columns.kto_tag, and no pairs"
+    elif signs and not has_pairs:
         what = "this dataset has preferences, which supervised fine-tuning does not train"
         yield what, signs[0], "rows with one answer; `stage: dpo` trains pairs"
     places = "hf_hub_url or file_name"

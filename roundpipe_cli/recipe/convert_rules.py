@@ -62,7 +62,8 @@ Job = Objective | Literal["pretraining"]
 _OF_PAIRS = objectives_of("pair")
 PAIR_STAGE = "dpo"
 """LLaMA-Factory's `stage` and axolotl's `rl` beside which another key may name the loss."""
-_STAGES: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining"}
+_LABELLED = objectives_of("labelled")
+_STAGES: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining", **{name: name for name in _LABELLED}}
 _LOSSES: Mapping[str, Job] = {kind.loss_type: name for name, kind in OBJECTIVES.items() if kind.loss_type}
 """LLaMA-Factory's `pref_loss`, axolotl's `dpo_loss_type` and TRL's `loss_type`, of which ORPO's is another trainer."""
 
@@ -96,6 +97,11 @@ def is_pairs(job: Job | None) -> bool:
     return job in _OF_PAIRS
 
 
+def is_labelled(job: Job | None) -> bool:
+    """Whether a row of this job is an answer with a label."""
+    return job in _LABELLED
+
+
 def has_reference(job: Job | None) -> bool:
     """Whether this job compares with a reference model."""
     return any(name == job and kind.needs_reference for name, kind in OBJECTIVES.items())
@@ -117,16 +123,18 @@ _OTHER_TERMS = """
 _SILENT = """
     precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval
     generate_during_eval precompute_ref_batch_size max_prompt_len max_prompt_length max_completion_length
-    disable_dropout train_on_prompt train_on_inputs mask_history kto_chosen_weight kto_rejected_weight
-    desirable_weight undesirable_weight kto_desirable_weight kto_undesirable_weight ppo_buffer_size ppo_epochs
+    disable_dropout train_on_prompt train_on_inputs mask_history ppo_buffer_size ppo_epochs
     ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters reward_model_quantization_bit
     reward_model_type
 """
+_OWN_NAMES = ("simpo_gamma", "cpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight")
 LOSS_KEYS: Mapping[str, Mapping[str, str] | str] = {
     **dict.fromkeys(("rl", "stage", "pref_loss", "dpo_loss_type", "loss_type"), "objective"),
     **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "beta", "trl", "orpo_alpha"), _BETAS),
-    **{key: _settings_named(key) for key in ("simpo_gamma", "cpo_alpha", "label_smoothing")},
+    **{key: _settings_named(key) for key in _OWN_NAMES},
     "dpo_label_smoothing": {"dpo": "dpo.label_smoothing"},
+    **dict.fromkeys(("kto_desirable_weight", "kto_chosen_weight"), _settings_named("desirable_weight")),
+    **dict.fromkeys(("kto_undesirable_weight", "kto_rejected_weight"), _settings_named("undesirable_weight")),
     **dict.fromkeys(_OF_REFERENCE.split(), _REFERENCE),
     **dict.fromkeys(_OTHER_TERMS.split(), "the loss is that of its paper, without other terms, weights or divergences"),
     **dict.fromkeys(_SILENT.split(), {}),

@@ -60,11 +60,8 @@ def tables() -> dict[str, Any]:
     for every name with a word of that pattern that no key of ours is near to: `convert` names such keys as unknown.
     """
     text = files("roundpipe_cli.recipe").joinpath("foreign.json").read_text(encoding="utf-8")
-    listed = {
-        "pairs": either(objectives_of("pair")),
-        "objectives": either(OBJECTIVES),
-        "optimizers": ", ".join(OPTIMIZERS),
-    }
+    listed = {"pairs": either(objectives_of("pair")), "objectives": either(OBJECTIVES)}
+    listed["optimizers"] = ", ".join(OPTIMIZERS)
     for name, choices in listed.items():
         text = text.replace(f"@{name}", choices)
     loaded: dict[str, Any] = json.loads(text)

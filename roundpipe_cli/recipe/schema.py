@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from roundpipe_cli.choices import (
+    FIGURES,
     OBJECTIVES,
     OPTIMIZERS,
     PACKED_FORMATS,
@@ -120,11 +121,15 @@ DeviceName = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for in
 VariableName = Annotated[str, Matching(r"[A-Za-z_]\w{0,63}", "a name, for instance enable_thinking")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], InclusiveRange()], ...], NotEmpty()]
 Column = Annotated[
-    str, Named(dict.fromkeys(name for kind in ROW_KINDS.values() for name in (*kind.fields, *kind.optional)))
+    str,
+    Named(dict.fromkeys([*(name for kind in ROW_KINDS.values() for name in (*kind.fields, *kind.optional)), *FIGURES])),
 ]
 MAX_LEARNING_RATE = 10
 """Higher ones are slips, such as 2e4 for 2e-4."""
-DEFAULT_LEARNING_RATES = {"LoRA": 2.0e-4, "full fine-tuning": 1.0e-5, "preference pairs": 5.0e-6}
+DEFAULT_LEARNING_RATES = {
+    **{"LoRA": 2.0e-4, "full fine-tuning": 1.0e-5},
+    **{"preference pairs": 5.0e-6, "labelled answers": 5.0e-6},
+}
 """Kind of training -> `learning_rate` where a recipe has none; the key's own text names the sources."""
 
 
@@ -238,6 +243,20 @@ class IpoConfig:
 
     beta: Annotated[float, Range(0, above=True)] = 0.1
     """The margin that training aims at is 1 / (2 x beta): larger stays closer to the reference model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoConfig:
+    """Kahneman-Tversky optimisation (arXiv 2402.01306), of answers that are labelled as wanted or not, as in TRL. Used
+    when `objective` is kto."""
+
+    beta: Annotated[float, Range(0, above=True)] = 0.1
+    """How strongly the model is held to the reference model: larger stays closer."""
+    desirable_weight: Annotated[float, Range(0)] = 1.0
+    """Factor of the loss of wanted answers. The authors balance unequal numbers so that this times the wanted answers
+    is 1 to 4/3 of `undesirable_weight` times the unwanted ones."""
+    undesirable_weight: Annotated[float, Range(0)] = 1.0
+    """Factor of the loss of unwanted answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,9 +386,9 @@ class Recipe:
     method: Literal["lora", "full"] = "lora"
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
     objective: Annotated[Objective, Named(OBJECTIVES)] = "sft"
-    """The loss, and the rows it trains on: answers, or pairs of a chosen and a rejected one (datasets of type
-    preference: columns prompt, chosen, rejected). A reference is the base model, or the adapter of `lora.start_from` as
-    it is, so it needs `method: lora`. Values:"""
+    """The loss, and the rows it trains on: answers; pairs of a chosen and a rejected one (datasets of type preference:
+    columns prompt, chosen, rejected); or answers with a column `label`, true where the answer is wanted. A reference is
+    the base model, or the adapter of `lora.start_from` as it is, so it needs `method: lora`. Values:"""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     """Not used unless `objective` is dpo."""
     orpo: OrpoConfig = field(default_factory=OrpoConfig)
@@ -378,6 +397,8 @@ class Recipe:
     """Not used unless `objective` is simpo."""
     ipo: IpoConfig = field(default_factory=IpoConfig)
     """Not used unless `objective` is ipo."""
+    kto: KtoConfig = field(default_factory=KtoConfig)
+    """Not used unless `objective` is kto."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters; not used when `method` is full."""
     load_in_4bit: bool = False

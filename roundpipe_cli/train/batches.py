@@ -41,7 +41,9 @@ def _collated(sequences: Sequence[Sequence[Row]], pad: int, *, packs: bool) -> M
     made = collate_packed(sequences, pad) if packs else collate([row for [row] in sequences], pad)
     position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
     lengths = torch.tensor([sum(len(row.input_ids) for row in sequence) for sequence in sequences])
-    return Microbatch(torch.from_numpy(made.input_ids), torch.from_numpy(made.labels), position_ids, lengths=lengths)
+    weights = None if made.weights is None else torch.from_numpy(made.weights)
+    ids, labels = torch.from_numpy(made.input_ids), torch.from_numpy(made.labels)
+    return Microbatch(ids, labels, position_ids, lengths=lengths, weights=weights)
 
 
 def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:

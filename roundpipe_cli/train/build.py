@@ -191,12 +191,8 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
     in_place = setup.fused is not None and setup.loss is None and why_no_triton() is None
-    in_place = (
-        in_place
-        and not recipe.scores_answers
-        and "cpu" not in setup.devices
-        and all_run_ours(map(cuda.nvidia_capability, setup.devices))
-    )
+    in_place = in_place and not recipe.scores_answers and "cpu" not in setup.devices
+    in_place = in_place and all_run_ours(map(cuda.nvidia_capability, setup.devices))
     head = head_bytes(
         form.tokens,
         setup.head_chunk_tokens,

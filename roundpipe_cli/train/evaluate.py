@@ -159,7 +159,7 @@ class Evaluator:
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)
             tokens += len(scores.log_probabilities)
-        return loss_sum / tokens, tokens, None
+        return loss_sum / sum(one.num_units for one in microbatches), tokens, None
 
     def _samples(self, done: int) -> Iterator[tuple[str, str]]:
         recipe, tokenizer = self._setup.recipe, self._setup.tokenizer

@@ -25,7 +25,6 @@ from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.events import Tell
-from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.writing import Snapshot
@@ -85,7 +84,7 @@ class Sharing:
         """Microbatches of a step for this process: every process has about as many, in order."""
         rank, count = self._nodes.rank, self._nodes.count
         first, last = (len(microbatches) * index // count for index in (rank, rank + 1))
-        num_units = sum(len(target_rows(microbatch.labels)[1]) for microbatch in microbatches)
+        num_units = sum(microbatch.num_units for microbatch in microbatches)
         mine = list(microbatches[first:last])
         if self._table is not None:
             self._rows = torch.cat([microbatch.input_ids.flatten() for microbatch in microbatches]).unique()

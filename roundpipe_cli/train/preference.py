@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from roundpipe_cli.train.scoring import Scorer
 def make_scored(
     setup: Setup, batches: Sequence[RowBatch], sides: Sequence[Sequence[Row]] | None = None
 ) -> tuple[list[Microbatch], int]:
-    """Microbatches of these rows, side by side, with their loss (but see `add_references`), and the number of their
+    """Microbatches of these rows, side by side, with their loss (but see `scored_before`), and the number of their
     tokens without padding; `sides`: of the rows, None for those to train on."""
     pad, sides = pad_token_id(setup.tokenizer), sides or setup.dataset.sides
     loss, nll_factor = _loss(setup.recipe)
@@ -38,7 +40,10 @@ def make_scored(
     for batch in batches:
         rows = [side[index] for side in sides for sequence in batch for index in sequence]
         num_tokens += sum(len(row.input_ids) for row in rows)
-        microbatch = replace(collate_rows(rows, pad), preference=loss)
+        if len(sides) == 1:  # by their labels
+            rows = sorted(rows, key=lambda row: row.is_rejected)
+            loss = replace(loss, num_chosen=sum(not row.is_rejected for row in rows))
+        microbatch = replace(collate_rows(rows, pad), preference=loss, weights=None)
         if setup.recipe.nll_on_prompt:
             microbatch = with_prompts(microbatch, rows[: len(rows) // 2])
         microbatches.append(microbatch)
@@ -85,6 +90,52 @@ def with_nll(microbatches: Sequence[Microbatch], factor: float, *, by_answer: bo
     return result
 
 
+def scored_before(
+    setup: Setup,
+    scorer: Scorer,
+    batches: Sequence[RowBatch],
+    step: int,
+    *,
+    sides: Sequence[Sequence[Row]] | None = None,
+) -> tuple[list[Microbatch], int]:
+    """As `make_scored`, with what the recipe's objective compares the answers with."""
+    microbatches, num_tokens = make_scored(setup, batches, sides)
+    kind = setup.recipe.objective_kind
+    if kind.needs_reference:
+        microbatches = add_references(scorer, microbatches, step)
+    if kind.estimates_kl:
+        (rows,) = sides or setup.dataset.sides
+        kl = estimated_kl(setup, scorer, [rows[index] for index in sorted(chain(*chain(*batches)))], step)
+        losses = [replace(one.preference, kl=kl) for one in microbatches if one.preference is not None]
+        microbatches = [replace(one, preference=loss) for one, loss in zip(microbatches, losses, strict=True)]
+    return microbatches, num_tokens
+
+
+def estimated_kl(setup: Setup, scorer: Scorer, rows: Sequence[Row], step: int) -> torch.Tensor:
+    """Divergence of the model from the reference, float64 0-dim: the mean over the rows' prompts, each with the answer
+    of the row before it, of the difference of log-probabilities; 0 where that is below 0, or there is one row only."""
+    limit, pad = setup.recipe.max_seq_length, pad_token_id(setup.tokenizer)
+    mixed = [row for row in map(partial(with_answer, limit=limit), rows, [rows[-1], *rows]) if row is not None]
+    if len(rows) < 2 or not mixed:  # as one at an epoch's end
+        return torch.zeros((), dtype=torch.float64)
+    lengths = np.array([len(row.input_ids) for row in mixed])
+    batches = grouping_of(setup.recipe, lengths).group([(index,) for index in range(len(mixed))])
+    microbatches = [collate_rows([mixed[index] for (index,) in batch], pad) for batch in batches]
+    policy, reference = (
+        torch.cat([one.sequence_sums.cpu() for one in scorer.scores(microbatches, step=step, reference=is_reference)])
+        for is_reference in (False, True)
+    )
+    return (policy - reference).mean().clamp(min=0)
+
+
+def with_answer(row: Row, other: Row, limit: int) -> Row | None:
+    """The prompt of `row` with the answer of `other`, cut to `limit` tokens; None where nothing is left of that."""
+    begins = [max(1, int((one.labels != IGNORED_LABEL).argmax())) for one in (row, other)]
+    ids = np.concatenate([row.input_ids[: begins[0]], other.input_ids[begins[1] :]])[:limit]
+    labels = np.concatenate([np.full(begins[0], IGNORED_LABEL, np.int32), other.labels[begins[1] :]])[:limit]
+    return Row(row.row_id, ids, labels) if (labels != IGNORED_LABEL).any() else None
+
+
 def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int) -> list[Microbatch]:
     """The microbatches with the log-probabilities of their sequences under the reference model."""
     result = []
@@ -102,9 +153,7 @@ def score_answers(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, 
     sides = [setup.eval_rows[start : start + num_rows] for start in range(0, len(setup.eval_rows), num_rows)]
     lengths = np.max([[len(row.input_ids) for row in side] for side in sides], axis=0)
     batches = grouping_of(setup.recipe, lengths).group([(index,) for index in range(num_rows)])
-    microbatches, _ = make_scored(setup, batches, sides)
-    if setup.recipe.objective_kind.needs_reference:
-        microbatches = add_references(scorer, microbatches, step)
+    microbatches, _ = scored_before(setup, scorer, batches, step, sides=sides)
     loss, tokens, rewards = 0.0, 0, []
     for microbatch, scored in zip(microbatches, scorer.scores(microbatches, step=step), strict=True):
         assert microbatch.preference is not None

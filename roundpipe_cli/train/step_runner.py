@@ -30,7 +30,7 @@ from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.machines import Machines, Sharing, WholeSteps
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
-from roundpipe_cli.train.preference import add_references, make_scored
+from roundpipe_cli.train.preference import scored_before
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.scoring import Scorer
@@ -213,11 +213,12 @@ class StepRunner:
         batches = self.fit.divide(batches, self._grouping)
         if not self.recipe.scores_answers:
             return make_microbatches(self.setup, batches)
-        microbatches, num_tokens = make_scored(self.setup, batches)
-        if self.recipe.objective_kind.needs_reference:
+        kind = self.recipe.objective_kind
+        if kind.num_passes:
             self.updater.wait()
-            microbatches = add_references(self._references, microbatches, step)
-        return microbatches, num_tokens
+        if kind.estimates_kl and sum(map(len, batches)) == 1:
+            self._say(f"step {shown_step(step)} has one row, whose divergence from the reference is taken as 0")
+        return scored_before(self.setup, self._references, batches, step)
 
     def _run_discarded(self, step: int, microbatches: list[Microbatch]) -> StepResult:
         def run() -> StepResult:

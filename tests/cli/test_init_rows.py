@@ -132,7 +132,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
         choose_settings("Qwen/Qwen3-1.7B", None, tmp_path, method="dora")
     file = tmp_path / "rows.jsonl"
     for row, expected in (
-        ({"prompt": "a", "completion": "b", "label": True}, "KTO"),
+        ({"prompt": "a", "completion": "b", "thumbs_down": True}, "KTO"),
         ({"prompt": "a"}, "prompts without an answer"),
         ({"colour": 3}, "cannot tell the type"),
         ({"messages": [{"role": "user", "content": "a"}]}, "has nothing to train on"),
@@ -145,6 +145,10 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
         look_at_rows("rows.jsonl", tmp_path)
     file.write_text(file.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     assert known(look_at_rows("rows.jsonl", tmp_path)) == ("pair", "")
+    for label, example in ((True, "labelled"), ("sports", "answer")):
+        file.write_text(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n")
+        assert known(look_at_rows("rows.jsonl", tmp_path)) == (example, "")
+    assert choose_objective(None, None, "labelled")[0] == "kto"
 
 
 def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

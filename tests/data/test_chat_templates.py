@@ -299,6 +299,6 @@ def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None
         encoded = encode_batch(tokenizer, [rendered], plain=False)[0]
         assert not isinstance(encoded, BadRowError)
         assert encoded.input_ids.tolist() == expected["input_ids"], name
-        assert encoded.trained.astype(int).tolist() == expected["assistant_masks"], name
+        assert encoded.weights.astype(int).tolist() == expected["assistant_masks"], name
         num_compared += 1
     assert num_compared >= 5 or (path.stem in OF_PARTS and num_compared == 0)

@@ -95,7 +95,7 @@ def test_a_file_that_is_whole_in_another_slice_keeps_its_tokens(tmp_path: Path) 
 
 DAMAGES = (
     *(("input_ids.bin", damage) for damage in ("gone", "short", "empty")),
-    *(("shard.json", "short"), ("trained.bin", "short"), ("rows.bin", "gone"), ("lengths.bin", "long")),
+    *(("shard.json", "short"), ("weights.bin", "short"), ("rows.bin", "gone"), ("lengths.bin", "long")),
 )
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path) -> None:
     assert build(path).num_cached == 1
 
 
-@pytest.mark.parametrize("name", ["input_ids.bin", "rows.bin", "shard.json", *swept(["trained.bin", "lengths.bin"])])
+@pytest.mark.parametrize("name", ["input_ids.bin", "rows.bin", "shard.json", *swept(["weights.bin", "lengths.bin"])])
 def test_one_flipped_bit_in_the_cache_is_noticed(tmp_path: Path, name: str) -> None:
     """Story: sizes were compared, not contents, so a flipped bit of an id was another token to train on."""
     path = write_rows(tmp_path / "rows.jsonl", ROWS)

@@ -192,7 +192,7 @@ def test_messages_in_a_list_of_json_texts(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     path = write_rows(tmp_path / "x.jsonl", [{"messages": list(map(json.dumps, CHAT))}])
     assert trained_text(tokenizer, build(path, tokenizer)) == (HI + "Yo</s>\n", "Yo</s>")
-    for message, what in (({**USER, "images": ["a.jpg"]}, MEDIA), ({**YO, "weight": 0.5}, "how much this turn")):
+    for message, what in (({**USER, "images": ["a.jpg"]}, MEDIA), ({**YO, "weight": -1}, "is no weight")):
         with pytest.raises(RefusedError) as caught:
             build(write_csv(tmp_path / "y.csv", {"messages": [message, YO]}), tokenizer)
         assert what in str(caught.value)

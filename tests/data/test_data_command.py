@@ -65,8 +65,8 @@ def test_json_has_everything(here: Path) -> None:
     first = document["samples"][0]
     assert (first["kind"], first["where"]) == ("first", "rows.jsonl:1")
     assert first["pieces"] == [
-        {"text": "<s>[user] Say one</s>[assistant] ", "trained": False},
-        {"text": "1</s>", "trained": True},
+        {"text": "<s>[user] Say one</s>[assistant] ", "trained": False, "weight": 0.0},
+        {"text": "1</s>", "trained": True, "weight": 1.0},
     ]
     assert [label for label in first["labels"] if label != -100] == first["input_ids"][-2:]
     assert document["sources"][0]["bad_rows"][0]["row"] == 3

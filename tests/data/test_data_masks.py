@@ -88,7 +88,7 @@ def check(tokenizer: Any, template: str, turns: Turns, pieces: Marked) -> None:
     rendered = ChatTemplate(tokenizer, template).render_trained(Conversation(tuple(turns)))
     encoded = encode_batch(tokenizer, [rendered], plain=False)[0]
     assert not isinstance(encoded, BadRowError)
-    assert encoded.trained.tolist() == reference_mask(tokenizer, encoded.input_ids.tolist(), pieces)
+    assert encoded.weights.astype(bool).tolist() == reference_mask(tokenizer, encoded.input_ids.tolist(), pieces)
 
 
 def smollm_pieces(turns: Turns) -> Marked:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from roundpipe_cli.choices import SCORING_OBJECTIVES, objectives_of
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, NAMES
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
@@ -89,16 +90,22 @@ TABLE_OF_PAIRS = {
         **{"file_name": "t.json", "ranking": True, "formatting": "sharegpt"},
         "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
     },
+    "judged": {"file_name": "j.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "good"}},
+    "judged_talks": {
+        **{"file_name": "k.json", "formatting": "sharegpt"},
+        "columns": {"messages": "talk", "kto_tag": "good"},
+    },
     "texts": {"file_name": "c4.jsonl", "columns": {"prompt": "text"}},
 }
 _OF_PAIRS = f"dataset_dir: {json.dumps(TABLE_OF_PAIRS)}"
 _LIKED = f"{_OF_PAIRS}, dataset: liked"
+_JUDGED = f"{_OF_PAIRS}, dataset: judged"
 
 
 @pytest.mark.parametrize(("tool", "lines", "expected"), TABLES["objectives"])
 def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str, Any]) -> None:
     """Such files were refused, as was any file with a stray `pref_beta`; the recipe loads, nothing is left out."""
-    result = converted(tool, lines.replace("OF_PAIRS", _OF_PAIRS).replace("LIKED", _LIKED))
+    result = converted(tool, lines.replace("OF_PAIRS", _OF_PAIRS).replace("LIKED", _LIKED).replace("JUDGED", _JUDGED))
     recipe = load_text(result.text("a.yaml"), "a.yaml").recipe
     assert recipe.scores_answers is ("objective" in result.recipe)
     for key, value in expected.items():
@@ -119,6 +126,8 @@ def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str
         ("llama-factory", f"{{stage: dpo, finetuning_type: full, {_LIKED}}}", "second model"),
         ("llama-factory", f"{{stage: dpo, dataset: texts, {_OF_PAIRS}}}", "no pairs"),
         ("llama-factory", f"{{{_LIKED}}}", "preferences"),
+        ("llama-factory", f"{{stage: kto, {_LIKED}}}", "no labels"),
+        ("llama-factory", f"{{stage: kto, finetuning_type: full, {_JUDGED}}}", "second model"),
         ("axolotl", "{rl: dpo, datasets: [{path: x, type: chat_template.default}]}", "second model"),
     ],
 )
@@ -301,7 +310,7 @@ program's is not read."""
 
 def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     """Reasons outlived their features: early stopping, the best weights and chat templates were all refused once."""
-    sections = ("lora", "dpo", "orpo", "simpo", "ipo", "pipeline", "nodes")
+    sections = ("lora", *SCORING_OBJECTIVES, "pipeline", "nodes")
     keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
     assert keys - NOT_OF_PEERS == set(SAMPLES)
     for name in (*known_keys(Recipe), *ALIASES):
@@ -409,7 +418,7 @@ def test_mask_history_trains_the_last_answer(tmp_path: Path) -> None:
     assert "turns_to_train" not in converted("llama-factory", "mask_history: false").recipe["datasets"][0]
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "ipo"])
+@pytest.mark.parametrize("objective", objectives_of("pair"))
 def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str) -> None:
     """TRL's trainers share most keys: a file for DPOTrainer with a beta was refused, one without was taken for SFT."""
     file = "model_name_or_path: a/b\ndataset_name: org/pairs\nuse_peft: true\nlora_target_modules: all-linear\n"

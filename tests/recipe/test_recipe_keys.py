@@ -70,7 +70,8 @@ def test_the_command_prints_text_json_and_markdown() -> None:
     assert listed().splitlines() == list(as_text(keys))
     assert listed("--markdown").splitlines() == list(as_markdown(keys))
     assert [key["name"] for key in json.loads(listed("--json"))] == [key.name for key in keys]
-    rates = r"2\.0e-04 for LoRA, 1\.0e-05 for full fine-tuning, 5\.0e-06 for preference pairs"
+    rates = r"2\.0e-04 for LoRA, 1\.0e-05 for full fine-tuning, 5\.0e-06 for preference pairs, "
+    rates += r"5\.0e-06 for labelled answers"
     assert re.search(rf"^learning_rate +{rates}\n    Type: a number above 0 and at most 10\.\n    Peak", listed(), re.M)
     assert {line.split(".")[0] for line in listed("lora.").splitlines() if line[0] != " "} == {"lora"}
     assert max(map(len, listed("lora").splitlines())) <= 100

@@ -61,7 +61,8 @@ def plan_of(*overrides: str) -> Any:
 
 
 def data_of(*overrides: str) -> Any:
-    found = asdict(data_settings(load_recipe("recipe.yaml", overrides), offline=True))
+    loaded = load_recipe("recipe.yaml", overrides)
+    found = asdict(data_settings(loaded, True, loaded.recipe.datasets))
     (dataset,) = found.pop("datasets")
     return found | dataset.pop("rules") | dataset
 
@@ -143,6 +144,7 @@ CHANGED: dict[Any, list[str | tuple[str, ...]]] = {
     loss_of: [
         *(("dpo.beta=0.2", DPO), ("dpo.label_smoothing=0.1", DPO), ("orpo.beta=0.2", ORPO), ("simpo.beta=3", SIMPO)),
         ("ipo.beta=0.2", IPO),
+        *((f"kto.{name}=0.5", "objective=kto") for name in ("beta", "desirable_weight", "undesirable_weight")),
         *(("simpo.simpo_gamma=1", SIMPO), ("simpo.label_smoothing=0.1", SIMPO), ("simpo.cpo_alpha=0.5", SIMPO)),
     ],
     tensors_of: [
@@ -219,7 +221,8 @@ RIGHT = {
     "lr_scheduler_kwargs warmup_steps",
     "train/test_training_options.py::test_how_an_adapter_starts": "lora.init",
     "train/test_preference.py::test_loss_and_gradients_are_those_of_the_papers_equations": "objective dpo.beta "
-    "ipo.beta dpo.label_smoothing orpo.beta simpo.beta simpo.simpo_gamma simpo.label_smoothing simpo.cpo_alpha",
+    "ipo.beta dpo.label_smoothing orpo.beta simpo.beta simpo.simpo_gamma simpo.label_smoothing simpo.cpo_alpha "
+    "kto.beta kto.desirable_weight kto.undesirable_weight",
     "train/test_finetune_result.py::test_one_rule_adapts_experts_and_never_a_router": "lora.expert_r",
     "engine/test_parity.py::test_a_step_agrees_with_dropout": "lora.dropout",
     "engine/test_parity.py::test_a_step_agrees_with_plain_pytorch": "kernels",

@@ -43,6 +43,8 @@ LOSSES: dict[str, tuple[Preference, float]] = {
     "orpo by answer": (Preference("orpo", BETA), 1.0),
     "orpo, nll on prompts": (Preference("orpo", BETA), 1.0),
     "simpo": (Preference("simpo", 2.5, simpo_gamma=0.8), 0.0),
+    "kto": (Preference("kto", BETA, desirable_weight=0.8, undesirable_weight=1.4), 0.0),
+    "kto, one side": (Preference("kto", BETA, num_chosen=0), 0.0),
     "simpo, smoothed, with nll": (Preference("simpo", 2.5, label_smoothing=0.1, simpo_gamma=0.8), 0.7),
 }
 """A loss without what depends on the rows, and its `cpo_alpha`; ORPO's is 1 by definition."""
@@ -56,6 +58,9 @@ def pairs(name: str = "dpo") -> list[Microbatch]:
     for microbatch in random_microbatches(SIZES):
         reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
         preference = replace(loss, reference=reference if OBJECTIVES[loss.objective].needs_reference else None)
+        if name.startswith("kto"):  # 1 of 4 wanted, then 1 of 2, then 1 of 4; or none
+            given = 1 if loss.num_chosen is None else 0
+            preference = replace(preference, num_chosen=given, kl=torch.tensor(0.3, dtype=torch.float64))
         microbatch = replace(microbatch, preference=preference)
         if "prompts" in name:
             lengths = (microbatch.input_ids != 0).sum(dim=1)[: len(microbatch.labels) // 2]
@@ -69,7 +74,7 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
     """The step's loss by the papers' equations in float64, its gradients left in `.grad`.
 
     DPO: equation 7 of arXiv 2305.18290; IPO: 17 of 2310.12036, by means; SimPO: 6 of 2405.14734; ORPO: 4, 6 and 7 of
-    2403.07691.
+    2403.07691; KTO: 7 and 8 of 2402.01306.
     """
     plain.zero_grad(set_to_none=True)
     losses, nlls, counts_of_nll = [], [], []
@@ -79,9 +84,10 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
         answers = labels if preference.is_answer is None else labels.where(preference.is_answer[:, 1:], -100)
         logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1]
         picked = torch.log_softmax(logits.double(), -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-        chosen, rejected = (picked * (answers != -100)).sum(-1).chunk(2)
+        side = len(labels) // 2 if preference.num_chosen is None else preference.num_chosen
+        chosen, rejected = (picked * (answers != -100)).sum(-1).tensor_split([side])
         if preference.reference is not None:
-            ref_chosen, ref_rejected = preference.reference.chunk(2)
+            ref_chosen, ref_rejected = preference.reference.tensor_split([side])
             chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
         if OBJECTIVES[preference.objective].averages:
             counts = (answers != -100).sum(-1).chunk(2)
@@ -93,13 +99,18 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
             odds = [x.exp() / (1 - x.exp()) for x in (chosen, rejected)]
             losses.append(-preference.beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
             continue
+        if kind == "kto":
+            assert preference.kl is not None
+            losses.append(preference.desirable_weight * (1 - torch.sigmoid(BETA * (chosen - preference.kl))))
+            losses.append(preference.undesirable_weight * (1 - torch.sigmoid(BETA * (preference.kl - rejected))))
+            continue
         if kind == "squared":
             losses.append((chosen - rejected - 1 / (2 * preference.beta)) ** 2)
             continue
         z = preference.beta * (chosen - rejected) - preference.simpo_gamma
         losses.append(-(1 - preference.label_smoothing) * logsigmoid(z) - preference.label_smoothing * logsigmoid(-z))
     nll, count = torch.cat(nlls), torch.cat(counts_of_nll)
-    mean = (nll / count).mean() if "by answer" in name else nll.sum() / count.sum()
+    mean = (nll / count).mean() if "by answer" in name else nll.sum() / count.sum().clamp(min=1)
     loss = torch.cat(losses).mean() + LOSSES[name][1] * mean
     loss.backward()
     return float(loss.detach())
@@ -117,7 +128,7 @@ def step(
 @pytest.mark.parametrize(
     ("model_type", "method", "name"),
     [
-        *(("llama", "lora", name) for name in ("dpo", "ipo", "orpo by answer", "simpo")),
+        *(("llama", "lora", name) for name in ("dpo", "ipo", "orpo by answer", "simpo", "kto", "kto, one side")),
         *(("qwen2", "full", name) for name in ("dpo, smoothed", "simpo, smoothed, with nll")),
         ("gemma2", "lora", "orpo, nll on prompts"),
     ],
@@ -137,7 +148,7 @@ def test_loss_and_gradients_are_those_of_the_papers_equations(model_type: str, m
         assert difference <= 1e-5 * float(gradient.norm()) + 1e-6 * scale, parameter
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo, nll on prompts"])
+@pytest.mark.parametrize("name", ["dpo", "orpo, nll on prompts", "kto"])
 def test_the_same_bits_for_any_number_of_workers(name: str) -> None:
     rig = make_rig("llama", "lora", lora_dropout=0.2)
     want_loss, want = step(rig, pairs(name), 1, seed=4)
@@ -330,4 +341,4 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
             assert sample[name] == values[place, : len(sample["labels"])].tolist()
         trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
         assert trained.startswith("yes" if sample["answer"] == "chosen" else "never")
-    assert "first pair, rejected" in run(folder, "data", "recipe.yaml").expect(0).out
+    assert "first row, rejected" in run(folder, "data", "recipe.yaml").expect(0).out

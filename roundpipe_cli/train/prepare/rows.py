@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import nn
 
 from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.rows import DataReport
 from roundpipe_cli.data.settings import DataSettings, spec_of
 from roundpipe_cli.data.tokenized import (
     Row,
@@ -22,7 +23,7 @@ from roundpipe_cli.data.tokenized import (
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell, tell_notices
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import DatasetConfig
+from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.prepare.trainable import (
     same_named,
 )
@@ -41,7 +42,25 @@ def data_settings(loaded: LoadedRecipe, offline: bool, entries: Sequence[Dataset
 def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) -> TokenizedDataset:
     """The rows to train on."""
     dataset = build_dataset(data_settings(loaded, offline, loaded.recipe.datasets), tokenizer, tell)
-    return replace(dataset, notices=(*dataset.notices, NLL_NOTICE)) if loaded.recipe.nll_on_prompt else dataset
+    more = [NLL_NOTICE] if loaded.recipe.nll_on_prompt else []
+    if loaded.recipe.objective_kind.rows.figure == "label":
+        more = [describe_labels(loaded.recipe, dataset.report)]
+    return replace(dataset, notices=(*dataset.notices, *more))
+
+
+def describe_labels(recipe: Recipe, report: DataReport) -> str:
+    """The numbers of wanted and unwanted answers, with what balances them where they do not by the rule of KTO's
+    authors: the factors times the numbers are as 1 to 4/3 to 1."""
+    unwanted, settings = report.unwanted_rows, recipe.loss_settings
+    wanted = report.rows_kept - unwanted
+    text = f"{recipe.objective}: {wanted} wanted and {unwanted} unwanted answers"
+    factors = [getattr(settings, f"{name}_weight", 1.0) for name in ("desirable", "undesirable")]
+    if not wanted or not unwanted:
+        return f"warning: {text}: the model only moves {'to' if wanted else 'away from'} them, as nothing is compared"
+    if 1 <= factors[0] * wanted / max(factors[1] * unwanted, 1e-9) <= 4 / 3:
+        return text
+    rarer, share = ("desirable", unwanted / wanted) if wanted < unwanted else ("undesirable", wanted / unwanted)
+    return f"{text}; {recipe.objective}.{rarer}_weight={share:.3g} balances them"
 
 
 def evaluation_rows(
