@@ -24,7 +24,7 @@ CODES: Mapping[torch.dtype, tuple[float, float, int, int]] = {
 """Type of codes in the files -> their largest value, what still rounds to it, bits of their mantissa, least exponent; a
 byte that is no float holds two of 4 bit (E2M1)."""
 SEED, ONES = 20291129, 0x22
-"""Of random numbers; a byte of two codes that mean 1."""
+"""Seed of the codes' random numbers; a byte of two codes that mean 1."""
 Merge = Callable[[int, torch.Tensor], torch.Tensor]
 """Takes the number of an expert, 0 where there are none, and its base weight [out, in] in float32; returns the sum."""
 
