@@ -109,6 +109,22 @@ class Probe:
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return False  # this attention reads the mask itself
 
+    def find_chunk_pairs(self) -> list[KeyValues]:
+        """Per block, the keys and values [1, K, T, D] of a sequence's first chunk, or a recurrent block's states; one
+        block of each kind is tried."""
+        worker, bind = self._worker()
+        worker.set_mode(training=False, adapters=True)
+        way = worker.prologue(worker.probe_ids(1, PROBE_CHUNK), start=0)
+
+        def find(index: int) -> KeyValues:
+            bind(index)
+            cache = ChunkCache(0, len(worker.blocks))
+            worker.run_block(index, way.calls[index], way.calls[index].input_like(way.hidden), cache=cache)
+            return cache.only(f"block.{index}")
+
+        with torch.no_grad():
+            return by_kind(worker.blocks, way.calls, find)
+
     def find_saved_bytes(
         self,
         mlp_chunk_tokens: int | None = None,

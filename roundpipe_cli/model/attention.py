@@ -371,7 +371,7 @@ def attend_rows(
     """
     if more.get("position_bias") is not None or more.get("is_causal") is False:
         return attend(query, key, value, rows.mask(), **more)
-    if _has_own_kernel(query, key, value, more) and (not rows.start or chunks_need_no_mask(query.dtype)):
+    if _has_own_kernel(query, key, value, more) and (not rows.start or chunks_need_no_mask(key, value)):
         return _attend_at_once(query, key, value, rows, more=more), None
     if rows.are_whole:
         return _attend_row(attend, query, key, value, rows.window, more), None
@@ -413,10 +413,14 @@ def _attend_row(
 
 def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> bool:
     """Whether variable-length flash attention applies: no dropout, heads of one width, a GPU that has it."""
-    width, has_sinks = query.shape[-1], more.get("s_aux") is not None
-    if query.device.type != "cuda" or more.get("dropout") or width != value.shape[-1] or has_sinks:
+    if query.device.type != "cuda" or more.get("dropout") or more.get("s_aux") is not None:
         return False
-    return width <= MAX_FLASH_WIDTH and width % PACKED_FLASH_WIDTHS == 0 and has_flash(query.dtype)
+    return _has_widths(query, value) and has_flash(query.dtype)
+
+
+def _has_widths(key: torch.Tensor, value: torch.Tensor) -> bool:
+    width = key.shape[-1]
+    return width == value.shape[-1] and width <= MAX_FLASH_WIDTH and width % PACKED_FLASH_WIDTHS == 0
 
 
 @functools.cache
@@ -457,9 +461,9 @@ _takes_other_ends = False
 """Whether the GPUs of this process's run take other ends of queries than of keys."""
 
 
-def chunks_need_no_mask(dtype: torch.dtype) -> bool:
-    """Whether chunks of plain attention in `dtype` need no mask on the GPUs of this process's run."""
-    return _takes_other_ends and has_flash(dtype)
+def chunks_need_no_mask(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether chunks of plain attention to such keys and values need no mask on the GPUs of this process's run."""
+    return _takes_other_ends and has_flash(key.dtype) and _has_widths(key, value)
 
 
 MAX_TRIED_ERROR = 3e-2

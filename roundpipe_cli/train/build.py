@@ -27,7 +27,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.kernels.capability import all_run_ours, why_no_triton
-from roundpipe_cli.model.attention import chunks_need_no_mask
+from roundpipe_cli.model.attention import NAME, chunks_need_no_mask
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -225,20 +225,31 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
         saved = find(mlp_tokens) or whole
         shared += max(int(mlp_tokens * (a.per_token - b.per_token)) for a, b in zip(whole, saved, strict=True))
     blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
-    buffers = 0
+    buffers = [0] * len(blocks)
     if recipe.pipeline.num_chunks > 1:
-        heads = text_config.num_attention_heads
-        width = getattr(text_config, "head_dim", None) or hidden // heads
-        key_heads = getattr(text_config, "num_key_value_heads", None) or heads
-        values = 2 * form.rows * form.context * width
-        buffers = values * key_heads * (size + 4)
-        masked = size * (values * heads + form.tokens * form.context)
-        in_place = chunks_need_no_mask(setup.store.layouts[0].trainable_dtype)
-        blocks = [one + (size * values * key_heads if in_place else masked) for one in blocks]
+        found = [_chunk_parts(setup, form, *pair) for pair in setup.probe.find_chunk_pairs()]
+        buffers = [waiting for waiting, _ in found]
+        blocks = [one + kept for one, (_, kept) in zip(blocks, found, strict=True)]
     if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
         shared += max(blocks)
         blocks = [boundary] * len(blocks)
-    return [0, *(one + buffers for one in blocks), head], shared
+    return [0, *map(sum, zip(blocks, buffers, strict=True)), head], shared
+
+
+def _chunk_parts(setup: Setup, form: _Form, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
+    """Bytes of a block's keys and values of a sequence with their gradients, and of what attention of a chunk keeps."""
+    size, config = keys.element_size(), setup.model.config
+    if keys.dim() < 4:  # states, of which each chunk has its own
+        count = form.rows * setup.recipe.pipeline.num_chunks * (keys.numel() + values.numel())
+        return count * (size + 4), 0
+    width = keys.shape[-1] + values.shape[-1]
+    tokens, key_heads = form.rows * form.context, keys.shape[1]
+    buffers = tokens * key_heads * width * (size + 4)
+    is_plain = setup.attends_in_rows and config._attn_implementation == NAME
+    if is_plain and chunks_need_no_mask(keys, values):
+        return buffers, size * tokens * key_heads * width
+    heads: int = config.get_text_config().num_attention_heads  # type: ignore[operator,union-attr]
+    return buffers, size * (tokens * heads * width + form.tokens * form.context)
 
 
 TIMED_BY = ("dtype", "float16_accumulation", "deterministic", "mlp_chunk_tokens", "kernels", "packed_as")
