@@ -581,8 +581,8 @@ def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> S
     rounds, shapes = sorted({question.num_workers, enough}), list[tuple[int, ...]]()
     shapes += [(blocks, blocks, 0, size) for blocks in sizes for size in rounds]
     if least_round:  # each takes as long as the whole search; the finest of them have won
-        longer = [(blocks, blocks, 0, longest(blocks)) for blocks in sizes]
-        shapes = [shape for shape in longer if shape[3] >= least_round][:2]
+        shapes = [(blocks, blocks, 0, longest(blocks)) for blocks in sizes]
+        shapes = [shape for shape in shapes if shape[3] >= least_round][:2]
     if not shapes:
         return cut
     best = min(shapes, key=lambda shape: step_s(even(shape)))

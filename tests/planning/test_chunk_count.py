@@ -190,5 +190,5 @@ def test_remedies_go_with_the_other_keys_of_the_recipe() -> None:
 def test_no_plan_of_the_sweep_ends_in_an_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few of what `scripts/sweep_plans.py` tries."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
-    failed, count = sweep(["HuggingFaceTB/SmolLM2-135M-Instruct"], [], tmp_path, strength=1)
+    failed, count = sweep(["HuggingFaceTB/SmolLM2-135M-Instruct"] * 3, [], tmp_path, strength=1)
     assert not failed and count >= 4
