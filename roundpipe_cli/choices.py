@@ -263,9 +263,11 @@ UNPACKED_AT_ONCE = 1 << 30
 WEIGHTS_PER_SCALE = 64
 """bitsandbytes' packing."""
 SCALE_BYTES = 4
+BLOCK_SIZE = 128
+"""Rows, and columns, that share a scale in published FP8."""
 USUAL_ROW = 1024
 """Weights of a row, where only their number is known: most models have longer ones, and a scale then matters less."""
-PackedName = Literal["4bit", "8bit", "fp8"]
+PackedName = Literal["4bit", "8bit", "fp8", "mxfp4", "fp8_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +286,15 @@ class PackedFormat:
     needs_bitsandbytes: bool = True
     passes: int = 1
     """Over a weight while it is unpacked on a GPU, each of which writes it whole, and all but the first read it so."""
+    scale_bytes: int = SCALE_BYTES
+    is_published: bool = False
+    """Only models whose files have it are in this form; no key of a recipe packs others so."""
+    experts_only: bool = False
+    """Files have routed experts so, and all other weights whole."""
 
     @property
     def key(self) -> str:
-        """Recipe key that asks for it."""
+        """Recipe key that asks for it; meaningless where it `is_published`."""
         return f"load_in_{self.name}"
 
     @property
@@ -299,7 +306,7 @@ class PackedFormat:
     @property
     def bytes_per_param(self) -> float:
         """With the scale that some weights share."""
-        return self.bits / 8 + SCALE_BYTES / (self.weights_per_scale or USUAL_ROW)
+        return self.bits / 8 + self.scale_bytes / (self.weights_per_scale or USUAL_ROW)
 
 
 PACKED_FORMATS: Mapping[PackedName, PackedFormat] = {
@@ -308,6 +315,11 @@ PACKED_FORMATS: Mapping[PackedName, PackedFormat] = {
         PackedFormat("4bit", "4 bit", 4, 0.09),
         PackedFormat("8bit", "8 bit", 8, 0.01),
         PackedFormat("fp8", "FP8", 8, 0.026, weights_per_scale=None, needs_bitsandbytes=False, passes=2),
+        PackedFormat("mxfp4", "MXFP4", 4, 0.0, 32, False, scale_bytes=1, is_published=True, experts_only=True),
+        PackedFormat("fp8_blocks", "FP8 blocks", 8, 0.0, BLOCK_SIZE**2, False, is_published=True),
     )
 }
-"""NF4 (arXiv 2305.14314, without its second quantization), bitsandbytes' blockwise dynamic code, and e4m3."""
+"""NF4 (arXiv 2305.14314, without its second quantization), bitsandbytes' blockwise dynamic code, e4m3 by rows; as
+published, where unpacking changes nothing: MXFP4 (OCP Microscaling Formats 1.0), and e4m3 by blocks."""
+LOADED_FORMATS = tuple(kind for kind in PACKED_FORMATS.values() if not kind.is_published)
+"""Formats into which weights are packed while they are loaded, each with a key of a recipe."""

@@ -117,7 +117,7 @@ def largest_models(here: Hardware) -> Iterator[Check]:
         for name in reach.models:
             with suppress(RefusedError):
                 choice = choose_settings(name, here, Path("doctor.yaml"), method=reach.method.lower())
-                form = choice.recipe.packed_as
+                form = choice.plan.question.settings.packed_as
                 packed = f" in {PACKED_FORMATS[form].label}" if form else ""
                 models.append(f"{name.rpartition('/')[2]}{packed} {choice.plan.tokens_per_s:,.0f} tokens/s")
         limit = f"; too large: {reach.too_large} ({reach.reason})" if reach.too_large else ""

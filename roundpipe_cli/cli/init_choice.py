@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, ExampleName, Objective, objectives_of
+from roundpipe_cli.choices import OBJECTIVES, PACKED_FORMATS, ExampleName, Objective, objectives_of
 from roundpipe_cli.cli.init_rows import Looked, look_at_rows, parse_columns
 from roundpipe_cli.cli.output import say, show_error
 from roundpipe_cli.cli.recipes import write_new
@@ -27,6 +27,7 @@ from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, RoundpipeError
+from roundpipe_cli.model.files.quantization import describe_repacking
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, best_plan
@@ -276,7 +277,7 @@ def choose_settings(
     kind = trained_kind(plan.question.given.recipe.method, objective)
     rate = f"learning_rate {DEFAULT_LEARNING_RATES[kind]:g}: the default for {kind}"
     reasons = (
-        *filter(None, [_about_machine(plan), why_method]),
+        *filter(None, [_about_machine(plan), why_method, _about_published(plan)]),
         *why_change,
         *_about_plan(plan, why_rows, path),
         *advice[1:],
@@ -388,6 +389,15 @@ def _dtype(machine: Hardware) -> DType:
     if device.is_cpu:
         return "bfloat16" if device.fp32_accumulate_flops_per_s > device.float32_flops_per_s else "float32"
     return "bfloat16" if all(one.has_bfloat16 for one in machine.devices) else "float16"
+
+
+def _about_published(plan: Plan) -> str | None:
+    stored, packed_as = plan.question.architecture.stored_as, plan.question.settings.packed_as
+    if stored is None or packed_as is None:
+        return None
+    if packed_as != stored:
+        return f"{describe_repacking(stored, packed_as)}."
+    return f"The frozen weights stay in {PACKED_FORMATS[stored].label}, as published."
 
 
 def _about_devices(dtype: DType, by_processor: bool) -> Iterator[str]:

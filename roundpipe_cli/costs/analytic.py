@@ -412,14 +412,14 @@ class _Timer:
             forward_s=forward_s,
             backward_s=backward_s,
             recompute=settings.recompute != "none",
-            param_bytes=self._upload_bytes(block.params, block.active_linear_params > 0, adapters),
+            param_bytes=self._upload_bytes(settings.frozen_bytes(block), adapters),
             boundary_bytes=self._boundary_bytes,
             activation_bytes=self._boundary_bytes + chunk_buffer_bytes(architecture, settings)
             if settings.recompute == "layer"
             else activation_bytes(architecture, block, settings),
             recompute_skippable_s=0.0 if settings.recompute == "none" else skippable_s,
             visit_s=unpack_s - each_s,
-            whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
+            whole_bytes=settings.packed_params(block) * settings.dtype_bytes if settings.unpacks_once else 0,
         )
         return self._launched(layer, work.forward, work.backward)
 
@@ -427,9 +427,10 @@ class _Timer:
         """Time to make packed weights whole."""
         settings, measured = self.settings, self.device.measured
         curve = measured.unpacking.get(settings.packed_as or "") if measured else None
-        if curve:
-            return block.params / at(curve, block.params)
-        unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
+        packed = settings.packed_params(block)
+        if curve and packed:
+            return packed / at(curve, packed)
+        unpack_s = packed * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
         return unpack_s / (FP8_UNPACKING if settings.packed_as == "fp8" else 1.0)
 
     def _mlp_s(self, block: Block) -> float:
@@ -458,16 +459,13 @@ class _Timer:
             forward_s=self._pass_s(forward, ours=not self.device.is_cpu),
             backward_s=self._pass_s(backward, ours=not self.device.is_cpu),
             recompute=False,
-            param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
+            param_bytes=self._upload_bytes(architecture.head_params * settings.dtype_bytes),
         )
         return self._launched(layer, forward, backward)
 
-    def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:
+    def _upload_bytes(self, frozen_bytes: float, adapters: int = 0) -> int:
         """Bytes of a visit: CPU workers use the host's weights where they lie."""
-        if self.device.is_cpu:
-            return 0
-        per_param = self.settings.frozen_bytes_per_param if has_matrices else self.settings.dtype_bytes
-        return int(params * per_param) + adapters * self.settings.dtype_bytes
+        return 0 if self.device.is_cpu else int(frozen_bytes) + adapters * self.settings.dtype_bytes
 
 
 def fused_share(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> float:

@@ -335,6 +335,8 @@ class Tally:
         packed, kind = self.settings.packed_bytes_per_param, self.settings.packed_as
         if not packed or kind is None:
             return
+        if PACKED_FORMATS[kind].experts_only and not matrix.num_experts:
+            return
         is_cut = PACKED_FORMATS[kind].needs_bitsandbytes
         pieces = -(-matrix.params // UNPACKED_AT_ONCE) if is_cut else 1
         whole = matrix.params * self.size

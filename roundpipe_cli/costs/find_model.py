@@ -187,7 +187,7 @@ def shipped_architecture(hub_id: str) -> Architecture | None:
 
 
 def _family(hub_id: str) -> str:
-    return re.sub(r"-(instruct|it|pt|base|chat|instruct-2507|thinking-2507)(?=-v[\d.]+$|$)", "", hub_id.lower())
+    return re.sub(r"-(instruct|it|pt|base|chat|instruct-2507|thinking-2507)(?=-v[\d.]+$|-fp8$|$)", "", hub_id.lower())
 
 
 # A model's architecture from counts of the model itself.

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundpipe_cli.choices import OPTIMIZERS
+from roundpipe_cli.choices import OPTIMIZERS, PACKED_FORMATS
 from roundpipe_cli.costs.analytic import Case, activation_bytes, key_value_bytes, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
@@ -255,7 +255,7 @@ def fixed_device_need(case: Case) -> Need:
         "workspace of backward": workspace,
     }
     if settings.packed_bytes_per_param and not settings.unpacks_once:
-        matrices = max((block.params for block in architecture.blocks), default=0)
+        matrices = max(map(settings.packed_params, architecture.blocks), default=0)
         parts["weights of a block, unpacked"] = matrices * settings.dtype_bytes
     if settings.recompute == "layer":
         parts["activations of the layer at work"] = one_layer_bytes(architecture, settings)
@@ -397,13 +397,14 @@ def interpreter_bytes(num_gpus: int) -> int:
 def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     """Bytes of host memory at the peak of loading: what is filled, and the one weight that is converted."""
     trainable = sum(trainable_params(architecture, settings))
-    size = settings.dtype_bytes
+    size, kind = settings.dtype_bytes, settings.packed_as
+    share = settings.packed_bytes_per_param / size if kind and PACKED_FORMATS[kind].is_published else 1.0
     return Need(
         {
             "frozen weights": 0 if settings.weights_on_disk else frozen_bytes(architecture, settings),
             "trained weights": trainable * size if size == 2 else 0,
             "float32 masters": trainable * 4,
-            "a weight while it is converted": converted_bytes(architecture, settings),
+            "a weight while it is converted": int(converted_bytes(architecture, settings) * share),
             "interpreter": INTERPRETER_BYTES,
             "tokenizer": TOKEN_BYTES * architecture.vocab_size,
         }
@@ -432,9 +433,8 @@ def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
     """Bytes of all weights that are not trained, as they lie on the host."""
     if settings.method == "full":
         return 0
-    matrices = sum(block.params for block in architecture.blocks)
-    rest = (architecture.parameters - matrices) * settings.dtype_bytes
-    return int(matrices * settings.frozen_bytes_per_param) + rest
+    rest = architecture.parameters - sum(block.params for block in architecture.blocks)
+    return int(sum(map(settings.frozen_bytes, architecture.blocks))) + rest * settings.dtype_bytes
 
 
 def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:

@@ -7,9 +7,11 @@ holds both; any other type may be counted wrong by a multiple, and is said to be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roundpipe_cli.choices import BLOCK_SIZE, PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.sizes import SIZE_NAMES, check_sizes
 from roundpipe_cli.units import format_count
@@ -128,8 +130,8 @@ class Architecture:
     blocks: tuple[Block, ...]
     source: str
     """Source of the figures, as a text for the user."""
-    stored_in_4bit: bool = False
-    """The files hold the blocks' weights in bitsandbytes' 4 bit, in which they stay."""
+    stored_as: PackedName | None = None
+    """Format in which the files hold the blocks' weights, and in which they can stay."""
     is_guess: bool = False
     """The count of parameters is a guess."""
     notes: tuple[str, ...] = ()
@@ -213,6 +215,33 @@ def with_stored_count(architecture: Architecture, count: int | None = None, sour
     return replace(architecture, blocks=scaled, is_guess=False, notes=(*architecture.notes, note))
 
 
+SETTINGS = ("quantization_config", "compression_config")
+"""Keys of a configuration about how the model's files are quantised."""
+
+
+def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration about how the model's files are quantised; empty where they are not."""
+    for part in (config, config.get("text_config")):
+        for key in SETTINGS:
+            found = part.get(key) if isinstance(part, dict) else None
+            if found:
+                return found if isinstance(found, dict) else {"quant_method": str(found)}
+    return {}
+
+
+def stored_as(config: Mapping[str, Any]) -> PackedName | None:
+    """Format in which a model's files hold the weights of its blocks, and in which these can stay; None: whole, or in
+    another one."""
+    settings = quantization_settings(config)
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if settings.get("load_in_4bit"):
+        return "4bit"
+    if method == "fp8" and block in (None, [BLOCK_SIZE, BLOCK_SIZE]):
+        has_fp4 = "fp4" in (config.get("expert_dtype"), settings.get("expert_dtype"))  # DeepSeek V4
+        return None if has_fp4 else "fp8_blocks"
+    return "mxfp4" if method == "mxfp4" else None
+
+
 def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architecture:
     """The architecture that a config.json describes.
 
@@ -220,7 +249,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         RefusedError: a needed figure is missing or impossible.
     """
     check_sizes(config, f"{name} ({source})")
-    quantized, is_known = config.get("quantization_config"), str(config.get("model_type")) in COUNTED_TYPES
+    packed_as, is_known = stored_as(config), str(config.get("model_type")) in COUNTED_TYPES
     if isinstance(config.get("text_config"), dict):
         config = {"model_type": config.get("model_type", "unknown"), **config["text_config"]}
     reader = _Reader(config, name, source)
@@ -247,7 +276,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         embed_params=vocab * hidden + learned * hidden,
         blocks=(),
         source=source,
-        stored_in_4bit=isinstance(quantized, dict) and bool(quantized.get("load_in_4bit")),
+        stored_as=packed_as,
         is_guess=not is_known,
     )
     num_layers = reader.positive("num_hidden_layers")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roundpipe_cli.choices import PACKED_FORMATS, OptimizerName, PackedName
+from roundpipe_cli.costs.models import Block
 
 LOGITS_AT_ONCE = 2**27
 
@@ -101,10 +102,18 @@ class TrainingSettings:
     def dtype_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
-    @property
-    def frozen_bytes_per_param(self) -> float:
-        """Bytes of each weight of a matrix that is not trained."""
-        return self.packed_bytes_per_param or self.dtype_bytes
+    def packed_params(self, block: Block) -> int:
+        """Weights of a block that lie packed; norms, biases and routers, which do not, are counted too."""
+        if self.packed_as is None or not self.packed_bytes_per_param or not block.active_linear_params:
+            return 0
+        if PACKED_FORMATS[self.packed_as].experts_only:
+            return block.mlp_params if block.num_experts else 0
+        return block.params
+
+    def frozen_bytes(self, block: Block) -> float:
+        """Bytes of a block's weights that are not trained."""
+        packed = self.packed_params(block)
+        return packed * self.packed_bytes_per_param + (block.params - packed) * self.dtype_bytes
 
     @property
     def packed_bytes_per_param(self) -> float:

@@ -19,8 +19,7 @@ import torch
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.engine.host_memory import mapped_buffers, page_aligned
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace
-from roundpipe_cli.model.stored.nf4 import PackedWeight
-from roundpipe_cli.model.stored.packed_weights import dequantize
+from roundpipe_cli.model.stored.packed_weights import PackedWeight, dequantize
 
 NO_VERSION = -1
 """Version of a buffer that is empty or being written."""
@@ -228,12 +227,9 @@ class WeightStore:
         place.write(self.views[name], values)
 
     def set_packed(self, name: str, weight: PackedWeight) -> None:
-        """Write a weight that is packed already; unpacked where this parameter lies whole."""
-        place, view = self._places[name][1], self.views[name]
-        if place.packed_as == "4bit":
-            weight.write(view)
-        else:
-            self.set_parameter(name, weight.dequantized())
+        """Write a weight that is packed already, as this parameter is."""
+        assert weight.kind == self._places[name][1].packed_as, name
+        weight.write(self.views[name])
 
     def master(self, name: str) -> torch.Tensor:
         """The float32 values of a trainable parameter (a view), else its weights."""

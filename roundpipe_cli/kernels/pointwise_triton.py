@@ -9,6 +9,8 @@ to its row of 65,536 elements. A program has a few rows of the same columns, so 
 
 Cross entropy: one program for each row of logits, which it reads for their sum and again to write their gradients over
 them. Neither is more than the row itself, which stays in the device's cache.
+
+Codes with scales: a program writes some weights in a row; both tables stay in the cache.
 """
 
 from __future__ import annotations
@@ -196,3 +198,39 @@ def launch_cross_entropy(
     if INTERPRETED:
         logits.copy_(out)
     return parts
+
+
+@triton.jit(do_not_specialize=("count",))
+def _unpack_kernel(
+    codes, scales, values, out, count,
+    PER_BYTE: tl.constexpr, GROUP: tl.constexpr, HAS_EXPONENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out: the value of each code times the scale of its `GROUP`; codes in `count` bytes."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_inside = places < count
+    code = tl.load(codes + places, mask=is_inside, other=0).to(tl.int32)
+    scale = tl.load(scales + places * PER_BYTE // GROUP, mask=is_inside, other=0)
+    if HAS_EXPONENTS:  # the bits of a float32; 2^-127 has none in its exponent
+        scale = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    if PER_BYTE == 2:
+        low, high = tl.load(values + (code & 15)) * scale, tl.load(values + (code >> 4)) * scale
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        tl.store(out + both, tl.interleave(low, high).to(out.dtype.element_ty), mask=both < 2 * count)
+    else:
+        tl.store(out + places, (tl.load(values + code) * scale).to(out.dtype.element_ty), mask=is_inside)
+
+
+def launch_unpack(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, count: int, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weights of `unpack_codes`."""
+    out = torch.empty(count, dtype=torch.float32 if INTERPRETED else dtype, device=codes.device)
+    if count:
+        per_byte, group, has_exponents = 1 + (len(values) == 16), count // scales.numel(), scales.dtype == torch.uint8
+        with first_alone("unpack", codes.device, dtype, per_byte, group, has_exponents):
+            _unpack_kernel[(triton.cdiv(codes.numel(), BLOCK),)](
+                codes, scales, values, out, codes.numel(),
+                PER_BYTE=per_byte, GROUP=group, HAS_EXPONENTS=has_exponents, BLOCK=BLOCK,
+            )  # fmt: skip
+    return out.to(dtype)

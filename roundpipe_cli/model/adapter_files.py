@@ -481,13 +481,14 @@ class StartedBase:
         return self._wrappers.keys()
 
     def refuse_packed(self, name: str) -> None:
-        """Refuse a parameter that the start changes, as it lies in the base's files in 4 bit."""
+        """Refuse a parameter that the start changes, and that stays as the base's files have it packed."""
         if name in self._wrappers:
             raise RefusedError(
-                f"this adapter began by {self._start}, which changes base weights, and these are in 4 bit",
+                f"this adapter began by {self._start}, which changes base weights, and these stay packed as published",
                 where=str(self._folder),
                 found=name,
                 expected="a base whose files hold it in 16 or 32 bit",
+                hint="load_in_16bit: true unpacks weights in MXFP4 or FP8 blocks",
             )
 
     def weight(self, name: str, values: torch.Tensor) -> torch.Tensor:

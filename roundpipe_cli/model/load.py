@@ -29,10 +29,10 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import sync
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.attention import SINK_MODEL_TYPES, SINKS_NAME, register_sinks
+from roundpipe_cli.model.files.quantization import stored_form
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
-from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 
 
 def auto_class(config: Any) -> Any:
@@ -226,7 +226,8 @@ def _load_config(source: ModelSource) -> Any:
             )
     with refusing("the model's configuration cannot be read", source.name):
         config = AutoConfig.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
-    stored_in_4bit(source)  # refuses unreadable forms
+    if source.gguf_file is None:
+        stored_form(source.config, str(source.folder / "config.json"))  # refuses unreadable forms
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
     if auto_class(config) is None or is_encoder(config):

@@ -10,13 +10,14 @@ import functools
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.files.quantization import WHAT_WORKS
@@ -26,7 +27,9 @@ from roundpipe_cli.model.split import find_blocks
 from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, WeightGroup, find_conversions
 from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.gguf import gguf_weights
-from roundpipe_cli.model.stored.nf4 import PackedWeight, is_nf4, read_nf4
+from roundpipe_cli.model.stored.nf4 import read_nf4
+from roundpipe_cli.model.stored.packed_weights import PackedWeight
+from roundpipe_cli.model.stored.scaled_floats import stored_codes, stored_scales
 from roundpipe_cli.model.stored.tensors import (
     SAVED_WHOLE,
     OpenFiles,
@@ -159,7 +162,8 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         self.stored = find_stored(source.folder, dtype)
         for name in conv1d_names(self._model) & self.stored.keys():
             if (weight := self.stored[name]).is_quantized:
-                self.stored[name] = replace(weight, shape=torch.Size(reversed(weight.shape)), is_turned=True)
+                shape = torch.Size(reversed(weight.shape))
+                self.stored[name] = replace(weight, shape=shape, is_turned=True, packed_as=None)
         own = own_shapes(self._model)
         if len(self.stored) > MOST_TENSORS_PER_WEIGHT * len(own):
             raise RefusedError(
@@ -239,13 +243,15 @@ def load_weights(
     set_parameter: SetParameter,
     set_packed: SetPacked | None = None,
     *,
+    packed: Collection[str] = (),
     new: NewTokens | None = None,
 ) -> list[str]:
     """Pass every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
     Returns notices about what the files hold.
 
     Args:
-        set_packed: takes the weights that lie in the files in 4 bit; None: they are unpacked for `set_parameter`.
+        set_packed: takes those that stay as the files have them packed.
+        packed: their names, of `packed_names`; all others are unpacked for `set_parameter`.
         new: tokens whose rows the files do not have, or not for them.
 
     Raises:
@@ -272,20 +278,23 @@ def load_weights(
             elif set_packed is not None:
                 set_packed(own, weight)
 
+    num_kept = 0
     with OpenFiles() as files:
         for group in base.groups:
             files.close_if_read()
-            if set_packed is not None and (packed := _packed_name(group, source)):
-                put(packed, read_nf4(next(iter(group.stored.values())), files))
-                continue
-            with at_work(f"loading {next(iter(group.targets))}"):
+            first = next(iter(group.targets))
+            with at_work(f"loading {first}"):
+                if first in parameters and parameters[first][0] in packed:
+                    num_kept += len(group.sources)
+                    put(first, _read_packed(group, model, files))
+                    continue
                 weights = group.read(files, dtype)
             for name, tensor in weights.items():
                 for buffer in buffers.get(name, ()):
                     buffer.copy_(tensor)
                 if name not in buffers and twins.get(name, name) in parameters:  # its other name may be the model's
                     put(twins.get(name, name), tensor)
-    dequantized = sum(weight.is_quantized and not is_nf4(weight) for weight in base.stored.values())
+    dequantized = sum(weight.is_quantized for weight in base.stored.values()) - num_kept
     said = f"{dequantized} weights are quantised in the files and dequantised while loading" if dequantized else None
     return [text for text in (left_out, said) if text]
 
@@ -309,26 +318,51 @@ def _buffers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
-    """Name of the group's weight, if the files hold it in bitsandbytes' 4 bit; only a part of a weight is refused."""
-    if not any(is_nf4(weight) for weight in group.stored.values()):
+def _stays_packed(group: WeightGroup) -> PackedName | None:
+    """Format in which the group's one weight can stay as the files have it."""
+    (kind, *others) = {weight.packed_as for weight in group.stored.values()} or (None,)
+    conversion = group.conversion
+    if others or kind is None or conversion is None:
         return None
-    is_turned = any(weight.is_turned for weight in group.stored.values())
-    if is_turned or (group.conversion is not None and group.conversion.rule is not None):
-        raise RefusedError(
-            "the files hold this architecture's weights in another arrangement, which cannot be read in 4 bit",
-            where=source.name,
-            expected=WHAT_WORKS,
-        )
-    return next(iter(group.targets))
+    keeps = (
+        conversion.rule is None if kind == "4bit" else conversion.keeps_blocks(w.shape for w in group.stored.values())
+    )
+    return kind if keeps else None
 
 
-def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
-    """Names in `model`, adapters included, of the weights that lie in the files in 4 bit."""
+def _read_packed(group: WeightGroup, model: nn.Module, files: OpenFiles) -> PackedWeight:
+    """The group's one weight as the files have it."""
+    first, conversion = next(iter(group.stored.values())), group.conversion
+    if first.packed_as in (None, "4bit") or conversion is None:
+        return read_nf4(first, files)
+    ((name, shape),) = group.targets.items()
+
+    def parts(part: Callable[[StoredTensor, OpenFiles], torch.Tensor]) -> torch.Tensor:
+        return conversion.apply(lambda source: part(group.stored[source], files), model)[name]
+
+    codes, scales = parts(stored_codes), parts(stored_scales)
+    return PackedWeight(codes, scales, first.shape if conversion.rule is None else shape, first.dtype, first.packed_as)
+
+
+def packed_names(source: ModelSource, model: nn.Module, kind: PackedName) -> frozenset[str]:
+    """Names in `model`, adapters included, of the weights that can stay in `kind`, in which the files have them.
+
+    Raises:
+        RefusedError: the files have weights in bitsandbytes' 4 bit that cannot.
+    """
     names = {base_name(name): name for name, _ in model.named_parameters() if not is_adapter(name)}
-    groups = BaseWeights(source, model, torch.float32).groups
-    found = (_packed_name(group, source) for group in groups)
-    return frozenset(names[name] for name in found if name in names)
+    found = set()
+    for group in BaseWeights(source, model, torch.float32).groups:
+        first = next(iter(group.targets))
+        if _stays_packed(group) == kind:
+            found |= {names[first]} if first in names else set()
+        elif kind == "4bit" and any(weight.is_quantized for weight in group.stored.values()):
+            raise RefusedError(
+                "the files hold this architecture's weights in another arrangement, which cannot be read in 4 bit",
+                where=source.name,
+                expected=WHAT_WORKS,
+            )
+    return frozenset(found)
 
 
 def _check(weight: torch.Tensor | PackedWeight, parameter: nn.Parameter, where: str) -> None:
@@ -346,7 +380,10 @@ def _check(weight: torch.Tensor | PackedWeight, parameter: nn.Parameter, where: 
             found=str(weight.dtype).removeprefix("torch."),
             expected=WHAT_WORKS,
         )
-    check_finite(weight.scales if isinstance(weight, PackedWeight) else weight, parameter.dtype, where)
+    if isinstance(weight, PackedWeight):
+        weight.check_finite(parameter.dtype, where)
+    else:
+        check_finite(weight, parameter.dtype, where)
 
 
 def save_model(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -15,7 +15,7 @@ from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.files.quantization import check_stored_in_4bit, stored_form
+from roundpipe_cli.model.files.quantization import check_stored_in_4bit, describe_repacking, stored_form
 from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.files.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.packages import FAST_KERNELS
@@ -45,7 +45,7 @@ def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
     """
     where = found.source if found.folder is None else str(found.folder / "config.json")
     if found.is_config and stored_form(found.config, where) == "bitsandbytes":
-        check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as)
+        check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as, unpacks=recipe.load_in_16bit)
     check_rows(
         found.config,
         packing=recipe.packs,
@@ -134,6 +134,9 @@ def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
             f"not known: whether `finetune` takes models of the type {architecture.model_type}; it proves the model on "
             "its configuration before weights are fetched or read, and refuses it where its numbers would change"
         )
+    stored, packed_as = architecture.stored_as, recipe.packed_from(architecture.stored_as)
+    if stored is not None and packed_as not in (None, stored):
+        lines.append(f"note: {describe_repacking(stored, packed_as)}")
     needs_it = recipe.packed_as is not None and PACKED_FORMATS[recipe.packed_as].needs_bitsandbytes
     if needs_it and importlib.util.find_spec("bitsandbytes") is None:
         lines.append("note: weights in 4 or 8 bit need the package bitsandbytes, which is not installed here")

@@ -40,10 +40,10 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
     for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):
         if contradictions(loaded.recipe):
             continue
-        settings = settings_of(loaded.recipe, architecture.vocab_size)
+        settings = settings_of(loaded.recipe, architecture)
         if fits_coarsest(architecture, settings, question.hardware):
             is_own = shipped.path.resolve() == question.loaded.path.resolve()
             asked = question.given.recipe
-            is_known = is_own and (words or settings == settings_of(asked, architecture.vocab_size))
+            is_known = is_own and (words or settings == settings_of(asked, architecture))
             return None if is_known else (shipped.command_name, *words)
     return None

@@ -32,6 +32,7 @@ from roundpipe_cli.planning.question import (
 )
 from roundpipe_cli.planning.resident import resident_cut, with_all_weights
 from roundpipe_cli.planning.search.ranges import even_cut
+from roundpipe_cli.planning.unpacking import assumed_rate
 from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, has_room, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward
@@ -662,8 +663,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
                 f"assumed: deterministic: attention's backward takes {ORDERED_BACKWARD:g} times as long (arXiv "
                 "2601.21824), nothing else longer; not measured"
             )
-        if settings.packed_as == "fp8":
-            lines.append("assumed: FP8 weights (load_in_fp8) are unpacked at 0.26 of the memory's rate, as on an H100")
+        lines += assumed_rate(settings.packed_as)
         lines.append(f"assumed: {speeds}")
     lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")
     limit = architecture.max_position_embeddings

@@ -26,11 +26,16 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
     without_gaps,
 )
-from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
+from roundpipe_cli.costs.models import (
+    MAX_COUNT_ERROR,
+    Architecture,
+    quantization_settings,
+    stored_as,
+    with_stored_count,
+)
 from roundpipe_cli.costs.nvidia_smi import require_memory, visible_gpus
 from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
 from roundpipe_cli.errors import ContradictionError, RefusedError
-from roundpipe_cli.model.files.quantization import quantization_settings
 from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, file_tensors, find_shards, read_json
 from roundpipe_cli.planning.admission import (
     check_configuration,
@@ -113,6 +118,7 @@ def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
     if counts["shared"] and _has_own_head(found):
         counts = {**counts, "parameters": counts["parameters"] + counts["shared"], "shared": 0}
     architecture = built_architecture(counts, name=found.name, source=how)
+    architecture = replace(architecture, stored_as=stored_as(found.config))
     text = found.config.get("text_config")
     says_tied = FLAG in found.config or (isinstance(text, dict) and FLAG in text)
     names_weights = found.folder is not None and (holds_weights(found) or (found.folder / INDEX_NAME).is_file())
@@ -223,8 +229,8 @@ def rows_that_keep_busy(question: PlanRequest) -> int | None:
     return math.ceil(enough * settings.micro_batch_size / recipe.micro_batch_size) * recipe.micro_batch_size
 
 
-def settings_of(recipe: Recipe, vocab_size: int) -> TrainingSettings:
-    """The recipe's values that decide costs and memory, for a model with so many words."""
+def settings_of(recipe: Recipe, architecture: Architecture) -> TrainingSettings:
+    """The recipe's values that decide costs and memory, for a model."""
     targets = recipe.lora.target_modules
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
@@ -242,13 +248,13 @@ def settings_of(recipe: Recipe, vocab_size: int) -> TrainingSettings:
         dtype=recipe.dtype,
         float16_accumulation=recipe.float16_accumulation,
         deterministic=recipe.deterministic,
-        packed_as=recipe.packed_as,
+        packed_as=recipe.packed_from(architecture.stored_as),
         recompute=recipe.pipeline.recompute,
         fused=recipe.kernels == "auto",
         optimizer=recipe.optim,
         new_tokens=len(recipe.add_tokens),
         has_momentum=recipe.sgd_momentum > 0,
-        head_chunk_tokens=head_chunk_tokens(recipe.head_chunk_tokens, vocab_size),
+        head_chunk_tokens=head_chunk_tokens(recipe.head_chunk_tokens, architecture.vocab_size),
         mlp_chunk_tokens=recipe.mlp_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
         weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,
@@ -326,9 +332,7 @@ def _decided(
 ) -> PlanRequest:
     """The question, with all that the recipe leaves open decided for the model and the machine."""
     given, found_machine = loaded, machine
-    recipe, settings = loaded.recipe, settings_of(loaded.recipe, architecture.vocab_size)
-    if architecture.stored_in_4bit:
-        settings = replace(settings, packed_as="4bit")
+    recipe, settings = loaded.recipe, settings_of(loaded.recipe, architecture)
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
     if settings.dtype == "bfloat16" and lacking:
         settings = replace(settings, dtype="float16")

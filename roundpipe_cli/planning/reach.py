@@ -55,13 +55,11 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
     too_large = reason = None
     shipped = filter(None, map(shipped_architecture, shipped_figures()))
     for architecture in sorted(shipped, key=lambda one: -one.parameters):
-        if method == "full" and architecture.stored_in_4bit:
+        if method == "full" and architecture.stored_as == "4bit":
             continue  # refused by `finetune`: such weights are frozen
-        settings = settings_of(loaded.recipe, architecture.vocab_size)
+        settings = settings_of(loaded.recipe, architecture)
         if settings.dtype == "bfloat16" and lacks_bfloat16:
             settings = replace(settings, dtype="float16")
-        if architecture.stored_in_4bit:
-            settings = replace(settings, packed_as="4bit")
         lack = _lack(case_of(architecture, settings, hardware))
         if lack is None:
             fitting.append(architecture.name)

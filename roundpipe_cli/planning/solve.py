@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from itertools import chain, combinations, islice, product
 from typing import Any
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import LOADED_FORMATS, PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
@@ -535,24 +535,30 @@ TO_LORA = "trains adapters in place of all weights"
 
 def _precisions(question: PlanRequest) -> list[Change]:
     """The precisions of the frozen weights, the least change of them first; `AS_IS` is the recipe's own. With LoRA
-    only are weights frozen, and a checkpoint in 4 bit has no other."""
-    recipe = question.given.recipe
-    if question.architecture.stored_in_4bit:
+    only are weights frozen, a checkpoint in bitsandbytes' 4 bit has no other, and what is published packed stays so or
+    takes fewer bytes."""
+    recipe, stored = question.given.recipe, question.architecture.stored_as
+    if stored == "4bit":
         return [AS_IS]
     to_lora = recipe.method == "full"
-    before = PACKED_FORMATS[recipe.packed_as] if recipe.packed_as else None
-    forms = [None, *sorted(PACKED_FORMATS.values(), key=lambda form: form.weight_change)]
+    own, before = replace(recipe, method="lora").packed_from(stored), recipe.packed_as
+    most = PACKED_FORMATS[stored].bytes_per_param if stored else math.inf
+    named = sorted(LOADED_FORMATS, key=lambda form: form.weight_change)
+    smaller = [form.name for form in named if form.name == own or form.bytes_per_param < most]
+    forms = list[PackedName | None]([*([None] if own is None or stored is None else []), *([stored] if stored else [])])
     options = list[Change]()
-    for number, form in enumerate(forms):
-        if form is before and not to_lora:
+    for number, name in enumerate([*forms, *smaller]):
+        if name == own and not to_lora:
             options.append(AS_IS)
             continue
-        keys = "method=lora" if to_lora else "", form and f"{form.key}=true", before and f"{before.key}=false"
+        form = PACKED_FORMATS[name] if name in smaller else None
+        keys = ["method=lora" if to_lora else "", f"{form.key}=true" if form else ""]
+        keys += [f"{PACKED_FORMATS[before].key}=false" if before else ""]
+        keys += ["load_in_16bit=false" if recipe.load_in_16bit and name else ""]
         overrides = tuple(key for key in keys if key)
         cost = form.cost if form else "" if to_lora else "frozen weights as the model has them"
         cost, rank = (f"{TO_LORA}; {cost}".removesuffix("; "), 2 + number / 100) if to_lora else (cost, 1 + number / 10)
-        apply = partial(replace, method="lora", packed_as=form and form.name)
-        options.append(Change(overrides, cost, rank, apply=apply))
+        options.append(Change(overrides, cost, rank, apply=partial(replace, method="lora", packed_as=name)))
     return options
 
 
@@ -613,7 +619,8 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
         (one for one in known if one is not None and one.parameters < own.parameters), key=lambda one: -one.parameters
     )
     for number, other in enumerate(smaller):
-        if is_large_for_cpu(hardware, other.parameters) or not _fits(question, least, other):
+        form = other.stored_as if least.packed_as in (None, own.stored_as) else least.packed_as
+        if is_large_for_cpu(hardware, other.parameters) or not _fits(question, replace(least, packed_as=form), other):
             continue
         change = Change((f"model={other.name}",), f"{format_count(other.parameters)} parameters", 5.0 + 0.1 * number)
         planned = _with_speed(question, change)

@@ -1,4 +1,4 @@
-"""How often packed weights (4 bit, 8 bit, FP8) are unpacked: the one answer for `plan`, `bench` and a run.
+"""How often packed weights (4 bit, 8 bit, FP8, MXFP4) are unpacked: the one answer for `plan`, `bench` and a run.
 
     once per visit      a visit begins          all microbatches pass            it ends
                         its blocks unpacked ... and stay so ...................  dropped
@@ -11,10 +11,10 @@ have room for the boundaries of so many stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from roundpipe_cli.choices import PACKED_FORMATS, SCHEDULE_KINDS
+from roundpipe_cli.choices import PACKED_FORMATS, SCHEDULE_KINDS, PackedName
 from roundpipe_cli.costs.analytic import Case, case_of
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need, usable_host_bytes
@@ -42,6 +42,17 @@ class Unpacking:
         if self.once:
             return f"{what} once per visit of a stage"
         return f"{what} for each microbatch and pass" + (f", for lack of {self.lacking}" if self.lacking else "")
+
+
+def assumed_rate(packed_as: PackedName | None) -> Iterator[str]:
+    """A line on the rate at which a GPU unpacks a format, where one was not measured so."""
+    if packed_as == "fp8":
+        yield "assumed: FP8 weights (load_in_fp8) are unpacked at 0.26 of the memory's rate, as on an H100"
+    if packed_as is not None and PACKED_FORMATS[packed_as].is_published:
+        yield (
+            f"assumed: weights in {PACKED_FORMATS[packed_as].label} are unpacked by one kernel (Triton's, on sm80 or "
+            "newer) that reads and writes each once, at the memory's rate; not measured"
+        )
 
 
 def choose_unpacking(case: Case, pipeline: PipelineConfig) -> tuple[Unpacking | None, Case]:

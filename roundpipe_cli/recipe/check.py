@@ -12,10 +12,10 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from roundpipe_cli.choices import (
+    LOADED_FORMATS,
     OBJECTIVES,
     OPTIMIZER_KEYS,
     OPTIMIZERS,
-    PACKED_FORMATS,
     SCHEDULE_KINDS,
     objectives_of,
 )
@@ -500,10 +500,13 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     for key, why, hint in _unread(recipe):
         if getattr(recipe, key) != defaults_of(Recipe)[key]:
             findings.add((key,), f"{key} {why}", hint=hint or f"delete the line {key}")
-    packed = [kind for kind in PACKED_FORMATS.values() if getattr(recipe, kind.key)]
+    packed = [kind for kind in LOADED_FORMATS if getattr(recipe, kind.key)]
     for other in packed[1:]:
         what = f"the base weights cannot be in {packed[0].label} and in {other.label}"
         findings.add((other.key,), what, hint=f"delete {packed[0].key} or {other.key}")
+    if packed and recipe.load_in_16bit:
+        what = f"the base weights cannot be in 16 bit and in {packed[0].label}"
+        findings.add(("load_in_16bit",), what, hint=f"delete load_in_16bit or {packed[0].key}")
     for key in [*(kind.key for kind in packed), *(["weights"] if recipe.weights == "mmap" else [])]:
         if recipe.method == "full":
             what = "such weights are frozen, and full fine-tuning trains them"

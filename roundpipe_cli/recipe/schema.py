@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from roundpipe_cli.choices import (
     FIGURES,
+    LOADED_FORMATS,
     OBJECTIVES,
     OPTIMIZERS,
-    PACKED_FORMATS,
     ROW_KINDS,
     SCHEDULE_KINDS,
     Objective,
@@ -401,6 +401,10 @@ class Recipe:
     """Not used unless `objective` is kto."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters; not used when `method` is full."""
+    load_in_16bit: bool = False
+    """Unpack weights that the model's files hold in MXFP4 (GPT-OSS) or FP8 blocks (DeepSeek, GLM, Qwen): the same
+    weights at two to four times the host memory and uploads. Otherwise they stay as published and are unpacked for use.
+    Full fine-tuning always unpacks them. Without effect on other models."""
     load_in_4bit: bool = False
     """Keep the frozen base weights in 4 bit (NF4): a quarter of the host memory and of the uploads."""
     load_in_8bit: bool = False
@@ -657,8 +661,15 @@ class Recipe:
 
     @property
     def packed_as(self) -> PackedName | None:
-        """Format of the blocks' frozen weights; None: they lie whole."""
-        return next((name for name, kind in PACKED_FORMATS.items() if getattr(self, kind.key)), None)
+        """Format into which a key packs the blocks' frozen weights; None: they are as `packed_from` says."""
+        return next((kind.name for kind in LOADED_FORMATS if getattr(self, kind.key)), None)
+
+    def packed_from(self, stored_as: PackedName | None) -> PackedName | None:
+        """Format of the blocks' frozen weights in a run, of a model whose files have them in the format `stored_as`,
+        None: whole; returns None: they lie whole."""
+        if self.method == "full":
+            return None
+        return self.packed_as or (None if self.load_in_16bit else stored_as)
 
     @property
     def may_hold_all_weights(self) -> bool:

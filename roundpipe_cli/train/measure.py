@@ -85,8 +85,9 @@ def _multiply(device: torch.device, dtype: str, count: int) -> Call:
 
 def _unpack(device: torch.device, form: PackedName, rows: int, columns: int) -> Call:
     shape = torch.Size((rows, columns))
-    packed = torch.zeros(packed_bytes(shape, form), dtype=torch.uint8)
-    quantize(torch.randn(shape), packed, form)
+    packed = torch.full((packed_bytes(shape, form),), 56, dtype=torch.uint8)  # 1 in E4M3
+    if not PACKED_FORMATS[form].is_published:
+        quantize(torch.randn(shape), packed, form)
     return PackedParameter.of(packed.to(device), shape, torch.float16, form).dequantized
 
 

@@ -117,3 +117,16 @@ def test_cross_entropy_compiles(capability: int, tmp_path: Path) -> None:
         kernel = kernels._cross_entropy_kernel
         found = compiled(kernel, capability, types | numbers, constants, aligned, num_warps=8)
         assert ".local" not in found.asm["ptx"] and spilled_bytes(found, capability, tmp_path) == 0
+
+
+def test_unpacking_compiles(capability: int, tmp_path: Path) -> None:
+    """MXFP4 and FP8 blocks: many weights of a thread are written at once, on cards without 8-bit floats too."""
+    from roundpipe_cli.kernels import pointwise_triton as kernels
+
+    tensors = {"codes": "*u8", "values": "*fp32", "out": "*bf16", "count": "i64"}
+    for scales, per_byte, group in (("*u8", 2, 32), ("*fp32", 1, 128)):
+        constants = {"PER_BYTE": per_byte, "GROUP": group, "HAS_EXPONENTS": per_byte == 2, "BLOCK": kernels.BLOCK}
+        types = {**tensors, "scales": scales}
+        found = compiled(kernels._unpack_kernel, capability, types, constants, types.keys(), num_warps=4)
+        assert ".local" not in found.asm["ptx"] and spilled_bytes(found, capability, tmp_path) == 0
+        assert not re.search(r"st\.global\.b16", found.asm["ptx"]), "one weight at a time"

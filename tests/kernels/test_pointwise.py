@@ -1,5 +1,6 @@
 """Kernels that read each element once, in Triton's interpreter: dropout has the bits of torch's operators for any key,
-share, shape and type, cross entropy is compared with float64; and what they launch and move."""
+share, shape and type, codes with scales those of tables, cross entropy is compared with float64; and what they launch
+and move."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.kernels import random_masks
 from roundpipe_cli.kernels.cross_entropy import cross_entropy_
 from roundpipe_cli.kernels.random_masks import COLUMNS, Draw, drop, keep_mask
+from roundpipe_cli.kernels.unpack_codes import code_values, unpack_codes
 from roundpipe_cli.model.head import chunk_loss
 from tests.kernels.groups import error
 from tests.support.launches import LaunchCounter
@@ -117,3 +120,32 @@ def test_cross_entropy_moves_each_logit_in_and_out_once() -> None:
         cross_entropy_(logits, targets, None, 0.0, 1.0)
     assert counter.launches.num_launches == 1
     assert counter.launches.traffic_bytes == pytest.approx(4 * logits.numel(), rel=0.01)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "group", "per_byte"), [((3, 64), 32, 2), ((9, 192), 64, 1), ((2, 1600), 1600, 1)])
+def test_codes_with_scales(shape: tuple[int, int], group: int, per_byte: int, dtype: torch.dtype) -> None:
+    """The kernel has the bits of the processor's tables: exponents of MXFP4, also where products overflow or vanish;
+    a scale for some columns, and for a row, of FP8."""
+    generator, count = torch.Generator().manual_seed(0), shape[0] * shape[1]
+    codes = torch.randint(0, 127, (count // per_byte,), generator=generator).to(torch.uint8)
+    scales = torch.rand(count // group, generator=generator)
+    if per_byte == 2:
+        scales = torch.tensor([0, 100, 120, 127, 140, 252], dtype=torch.uint8)
+    values = code_values(torch.float8_e4m3fn if per_byte == 1 else torch.float4_e2m1fn_x2, CPU)
+    found = unpack_codes(codes, scales, values, torch.Size(shape), dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET")
+        expected = unpack_codes(codes, scales, values, torch.Size(shape), dtype=dtype)
+    assert found.dtype == dtype and torch.equal(found, expected)
+
+
+def test_codes_with_scales_are_read_and_written_once() -> None:
+    """What `plan` counts for MXFP4: 4.25 bits of a weight in, 16 out."""
+    codes, scales = (torch.empty(count, dtype=torch.uint8, device="meta") for count in (2**19, 2**15))
+    with LaunchCounter() as counter:
+        unpack_codes(codes, scales, torch.empty(16, device="meta"), torch.Size([2**20]), dtype=torch.bfloat16)
+    assert counter.launches.num_launches == 1
+    each = TrainingSettings(max_seq_length=1, packed_as="mxfp4").unpacking_bytes_per_param
+    assert counter.launches.traffic_bytes == pytest.approx(2**20 * each, rel=1e-4)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from roundpipe_cli import files
+from roundpipe_cli.kernels import unpack_codes
 from roundpipe_cli.model.files import untrusted
-from roundpipe_cli.model.stored import gguf, scaled_floats, tensors
+from roundpipe_cli.model.stored import gguf, tensors
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_floats, "ELEMENTS_AT_ONCE", 1)
-    monkeypatch.setattr(scaled_floats, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(unpack_codes, "AT_ONCE", 200)
     monkeypatch.setattr(gguf, "ROWS_AT_ONCE", 50)
     monkeypatch.setattr(tensors, "FINITE_CHECK_ELEMENTS", 1000)
     monkeypatch.setattr(files, "_CHUNK_BYTES", 1 << 16)  # real files are read too

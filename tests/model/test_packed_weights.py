@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import LOADED_FORMATS, PACKED_FORMATS
 from roundpipe_cli.cli.plan import verdict_lines
 from roundpipe_cli.costs import analytic
 from roundpipe_cli.costs.analytic import analytic_costs
@@ -26,6 +26,7 @@ from roundpipe_cli.costs.memory import frozen_bytes
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.kernels import unpack_codes
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.model.stored.packed_weights import (
     PackedParameter,
@@ -100,7 +101,7 @@ def test_nothing_is_compiled_for_a_weight_of_odd_width(kind: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("shape", [(256,), (257,), (511,), (9, 70), (3, 5, 33)])
-@pytest.mark.parametrize("kind", PACKED_FORMATS)
+@pytest.mark.parametrize("kind", [form.name for form in LOADED_FORMATS])
 def test_packing_and_unpacking_in_parts_change_nothing(
     kind: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +116,8 @@ def test_packing_and_unpacking_in_parts_change_nothing(
         return at_once(codes, scales, shape, *args, **more)
 
     monkeypatch.setattr(packed_weights, "_dequantize", counted)
-    for name in ("PACKED_AT_ONCE", "AT_ONCE", "UNPACKED_AT_ONCE"):
+    monkeypatch.setattr(unpack_codes, "AT_ONCE", 128)
+    for name in ("PACKED_AT_ONCE", "UNPACKED_AT_ONCE"):
         monkeypatch.setattr(packed_weights, name, 128)
     assert torch.equal(packed_of(values, kind), whole)
     assert torch.equal(dequantize(whole, values.shape, torch.bfloat16, kind), expected)
@@ -127,6 +129,7 @@ def test_packing_and_unpacking_in_parts_change_nothing(
     [
         *(("llama", "4bit", "reference"), ("gpt_oss", "4bit", "reference"), ("qwen3_moe", "8bit", "reference")),
         *(("llama", "fp8", "auto"), ("gpt2", "fp8", "auto"), ("gpt_oss", "fp8", "reference")),
+        *(("gpt_oss", "mxfp4", "auto"), ("qwen3_moe", "fp8_blocks", "auto")),
         *(pytest.param(name, "4bit", "reference", marks=pytest.mark.sweep) for name in ("qwen3_moe", "gemma2", "phi")),
         *(pytest.param("llama", kind, "reference", marks=pytest.mark.sweep) for kind in ("8bit", "fp8")),
         *(pytest.param(name, "fp8", "auto", marks=pytest.mark.sweep) for name in ("qwen3_moe", "gpt_oss", "gemma2")),
@@ -345,7 +348,7 @@ def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pyte
     assert len(numbers(folder / "out")) == 2
 
 
-@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.parametrize("name", [form.name for form in LOADED_FORMATS])
 def test_plan_names_the_format_and_says_what_is_assumed(name: Any, tmp_path: Path) -> None:
     words = ["model=Qwen/Qwen3-32B", f"{PACKED_FORMATS[name].key}=true", "pipeline.devices=auto", "dtype=bfloat16"]
     loaded = load_recipe(write_recipe(tmp_path / "recipe.yaml", lora__dropout=0.0), words)

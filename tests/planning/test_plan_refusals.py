@@ -149,7 +149,7 @@ def test_files_in_4_bit_stay_so(folder: Path) -> None:
     nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     put_config(folder, "llama", quantization_config=nf4)
     assert ask(load_recipe(folder / "recipe.yaml"), "1x4090").settings.packed_as == "4bit"
-    for change in ("method=full", "load_in_8bit=true"):
+    for change in ("method=full", "load_in_8bit=true", "load_in_16bit=true"):
         assert "in which they stay" in str(refused_by_plan(folder, change))
 
 

@@ -90,7 +90,7 @@ def test_every_command_takes_the_least_change(model: str, machine: str) -> None:
 
 def test_a_card_that_holds_no_stage_is_left_out() -> None:
     """Story: `init` refused this machine for its small card, which a plan in 8 or 4 bit leaves out."""
-    chosen = choose_settings("openai/gpt-oss-120b", "1x2060+1x3090,host_memory_gib=128", Path("recipe.yaml"))
+    chosen = choose_settings("Qwen/Qwen3-235B-A22B", "1x2060+1x3090,host_memory_gib=192", Path("recipe.yaml"))
     assert chosen.overrides == ("load_in_4bit=true",)
 
 

@@ -28,7 +28,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.kernels import random_masks, rms_norm
+from roundpipe_cli.kernels import random_masks, rms_norm, unpack_codes
 from roundpipe_cli.model import attention
 from roundpipe_cli.model.sequence_loss import Preference
 from roundpipe_cli.model.stored import packed_weights
@@ -279,6 +279,8 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
         attention._least_capability = None
         random_masks._columns.cache_clear()
         packed_weights._dynamic_map.cache_clear()
+        unpack_codes.code_values.cache_clear()
+        unpack_codes.powers.cache_clear()
 
 
 @contextmanager
@@ -406,6 +408,8 @@ CASES: dict[str, Case] = {
     "4-bit": Case("llama", "lora", {"packed_as": "4bit"}),
     "8-bit": Case("llama", "lora", {"packed_as": "8bit"}),
     "fp8": Case("llama", "lora", {"packed_as": "fp8"}),
+    "mxfp4": Case("gpt_oss", "lora", {"packed_as": "mxfp4"}, bound=1e-5, waits=True),
+    "fp8-blocks": Case("llama", "lora", {"packed_as": "fp8_blocks"}, engine=_UNPACKED_ONCE),
     "4-bit-once": Case("llama", "lora", {"packed_as": "4bit"}, engine=_UNPACKED_ONCE),
     "8-bit-once": Case("llama", "lora", {"packed_as": "8bit"}, engine=_UNPACKED_ONCE),
     "fp8-once": Case("llama", "lora", {"packed_as": "fp8"}, engine=_UNPACKED_ONCE),

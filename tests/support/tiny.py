@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import PackedName
+from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
@@ -32,6 +32,7 @@ from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from tests.support.published import published
 
 BASE = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
@@ -164,6 +165,9 @@ def make_rig(
         shape, name = place.shape, place.name
         scale = 0.5 / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 0.1
         values = torch.randn(shape, generator=generator) * scale
+        if place.packed_as is not None and PACKED_FORMATS[place.packed_as].is_published:
+            store.set_packed(name, published(values.to(dtype), place.packed_as))
+            continue
         store.set_parameter(name, values + 1 if len(shape) == 1 and "norm" in name else values)
     if method == "lora":
         for name, values in initial_values(skeleton, seed, store.master):

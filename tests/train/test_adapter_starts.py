@@ -235,7 +235,7 @@ def test_a_start_that_changes_weights_in_4_bit_is_refused(bases: dict[str, Base]
     save_in_4bit(bases["untied"].folder, tmp_path / "packed", double=False)
     make_adapter(bases["untied"], tmp_path / "adapter", init_lora_weights="olora")
     work = Base(make_workspace(tmp_path / "work", tmp_path / "packed"), "AutoModelForCausalLM")
-    with pytest.raises(RefusedError, match="these are in 4 bit"):
+    with pytest.raises(RefusedError, match="these stay packed as published"):
         continued(work, tmp_path / "adapter")
-    with pytest.raises(RefusedError, match="these are in 4 bit"):
+    with pytest.raises(RefusedError, match="these stay packed as published"):
         merge_result(tmp_path / "adapter", ModelSource("base", work.folder), tmp_path / "merged", None, tell=print)

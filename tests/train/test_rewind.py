@@ -338,6 +338,7 @@ def unchanged_setup(recipe: Recipe) -> Any:
         ({"recipe": {"fp8_products": True}}, {}, "fp8_products"),
         ({"recipe": {"weight_decay": ..., "lora": {}}}, {"lora": LoraConfig()}, None),  # keys that came later
         ({"recipe": {"lora": {}}}, {"lora": LoraConfig(dropout=0.1)}, "lora.dropout"),
+        ({"recipe": {"load_in_16bit": ...}}, {"load_in_16bit": True}, None),  # the same bits
     ],
 )
 def test_what_counts_as_a_change(saved: dict[str, Any], now: dict[str, Any], word: str | None) -> None:

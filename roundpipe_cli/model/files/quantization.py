@@ -1,7 +1,8 @@
 """Forms in which a checkpoint's weights may be quantised, by its config.json, for `plan`, `download` and `finetune`.
 No torch.
 
-FP8 and MXFP4 are dequantised while they are read, one weight at a time; bitsandbytes' NF4 stays as it is. Other forms
+MXFP4, FP8 in blocks of 128 x 128 and bitsandbytes' NF4 stay as they are (`stored_as` in `costs/models.py`). Other FP8
+is dequantised while it is read, one weight at a time, and so are the first two where a run asks for it. Other forms
 (GPTQ, AWQ, NVFP4, compressed-tensors ...) are refused before a weight is downloaded or read, with the size of the
 unquantised model.
 """
@@ -13,12 +14,11 @@ from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.memory import loading_need
-from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.models import SETTINGS, parse_config, quantization_settings
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes, format_count
 
-SETTINGS = ("quantization_config", "compression_config")
 WHAT_WORKS = (
     "FP8, MXFP4, bitsandbytes' NF4, a .gguf file, or the unquantised model "
     "(load_in_4bit, load_in_8bit or load_in_fp8: true packs it while loading)"
@@ -27,18 +27,8 @@ _READ = ("fp8", "fbgemm_fp8", "mxfp4")
 """Methods of which every setting can be read."""
 
 
-def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration about how the model's files are quantised; empty where they are not."""
-    for part in (config, config.get("text_config")):
-        for key in SETTINGS:
-            found = part.get(key) if isinstance(part, dict) else None
-            if found:
-                return found if isinstance(found, dict) else {"quant_method": str(found)}
-    return {}
-
-
 def stored_form(config: Mapping[str, Any], where: str) -> str | None:
-    """`quant_method` of the model's files, such as `bitsandbytes`: NF4, in which they stay; None: not quantised.
+    """`quant_method` of the model's files, such as `bitsandbytes`; None: not quantised.
 
     Raises:
         RefusedError: they are quantised in a form that cannot be read here.
@@ -48,7 +38,7 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
         return None
     packed = settings.get("load_in_4bit") or settings.get("load_in_8bit")
     method = str(settings.get("quant_method") or ("bitsandbytes" if packed else "of an unknown kind"))
-    unread = None if method in _READ else _unread(method, settings)
+    unread = _unread_block(method, settings) if method in _READ else _unread(method, settings)
     if unread is not None:
         raise RefusedError(
             "the model's weights are quantised in a form that cannot be read",
@@ -58,6 +48,13 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
             hint=_unquantised(config, where),
         )
     return method
+
+
+def _unread_block(method: str, settings: Mapping[str, Any]) -> str | None:
+    """Name of a form with a size of blocks that means nothing; None: it has none, or rows and columns."""
+    block = settings.get("weight_block_size")
+    is_size = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
+    return None if block is None or is_size else f"{method}, weight_block_size {block}"
 
 
 def _unquantised(config: Mapping[str, Any], where: str) -> str:
@@ -88,9 +85,19 @@ def _unread(method: str, settings: Mapping[str, Any]) -> str | None:
     return f"{name}, {bits} bits" if bits else f"{name}, {kind}" if kind else name
 
 
-def check_stored_in_4bit(name: str, *, method: str, packed_as: PackedName | None) -> None:
-    """Refuse to train a model whose files are in 4 bit, and which stays so, in another way."""
+def describe_repacking(stored: PackedName, packed_as: PackedName | None) -> str:
+    """A notice that weights are packed in another form than the files have, and what that changes."""
+    before, now = PACKED_FORMATS[stored], PACKED_FORMATS[packed_as or stored]
+    change = f"{100 * now.weight_change:.2g} %"
+    without = f"without {now.key} they stay as published"
+    return f"the files hold weights in {before.label}, which {now.label} packs anew and changes by {change}; {without}"
+
+
+def check_stored_in_4bit(name: str, *, method: str, packed_as: PackedName | None, unpacks: bool) -> None:
+    """Refuse to train a model whose files are in bitsandbytes' 4 bit, and which stays so, in another way; `unpacks`:
+    the recipe's `load_in_16bit`."""
     wrong = ["method: full"] if method == "full" else []
+    wrong += ["load_in_16bit: true"] if unpacks else []
     wrong += [f"{PACKED_FORMATS[packed_as].key}: true"] if packed_as not in (None, "4bit") else []
     for found in wrong:
         raise RefusedError(

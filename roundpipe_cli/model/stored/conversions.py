@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import BLOCK_SIZE
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, own_shapes
 
@@ -38,6 +39,15 @@ class WeightConversion:
     """transformers' converter; None: the one source is the weight."""
     patterns: tuple[str, ...] = ()
     """For each source, the pattern of the rule that it matched."""
+
+    def keeps_blocks(self, shapes: Iterable[Sequence[int]]) -> bool:
+        """Whether blocks of the sources, of these shapes, are blocks of the target: it is the one source, or stacks
+        experts, and joins parts of them only at the edges of blocks."""
+        if self.rule is None:
+            return True
+        is_joined = len(self.rule.source_patterns) > 1
+        whole = not is_joined or all(size % BLOCK_SIZE == 0 for shape in shapes for size in shape)
+        return whole and len(self.targets) == 1 and _stacks(self.rule, self.patterns)
 
     def apply(self, read: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's weights from the checkpoint's tensors, which `read` gives by name.

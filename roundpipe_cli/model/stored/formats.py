@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.model.files.quantization import quantization_settings, stored_form
+from roundpipe_cli.costs.models import quantization_settings
+from roundpipe_cli.model.files.quantization import stored_form
 from roundpipe_cli.model.files.untrusted import FileTensor, file_tensors, find_shards, read_config
 from roundpipe_cli.model.stored.nf4 import find_nf4
 from roundpipe_cli.model.stored.scaled_floats import find_fp8, find_mxfp4

@@ -15,57 +15,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
+from roundpipe_cli.choices import WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.files.quantization import WHAT_WORKS, stored_form
-from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.quantization import WHAT_WORKS
 from roundpipe_cli.model.files.untrusted import FileTensor, refusing
-from roundpipe_cli.model.stored.packed_weights import dequantize, import_bitsandbytes, packed_bytes
+from roundpipe_cli.model.stored.packed_weights import PackedWeight, import_bitsandbytes
 from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
 
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
 """Suffixes beside a weight's name."""
 _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def stored_in_4bit(source: ModelSource) -> bool:
-    """Whether the model's files hold its weights in bitsandbytes' NF4.
-
-    Raises:
-        RefusedError: they are quantised in a way that cannot be read here.
-    """
-    if source.gguf_file:
-        return False
-    return stored_form(source.config, str(source.folder / "config.json")) == "bitsandbytes"
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight as bitsandbytes packed it."""
-
-    codes: torch.Tensor
-    """uint8 [half of the weights]"""
-    scales: torch.Tensor
-    """float32 [one for each 64 weights]"""
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def write(self, packed: torch.Tensor) -> None:
-        """Copy the weight into uint8 [packed_bytes], in the layout of `packed_weights.quantize`."""
-        packed[: self.codes.numel()].copy_(self.codes.flatten())
-        packed[len(packed) - SCALE_BYTES * self.scales.numel() :].view(torch.float32).copy_(self.scales.flatten())
-
-    def dequantized(self) -> torch.Tensor:
-        """The weight, a new tensor."""
-        packed = torch.zeros(packed_bytes(self.shape, "4bit"), dtype=torch.uint8)
-        self.write(packed)
-        return dequantize(packed, self.shape, self.dtype, "4bit")
 
 
 def read_packed(parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
@@ -121,7 +85,9 @@ def find_nf4(
                 shape, whole_dtype = torch.Size(pieces[key].shape), dtype
                 with suppress(KeyError, ValueError, TypeError):  # which `read_packed` refuses
                     _, shape, whole_dtype = _state_of(files.tensor(beside[STATE]))
-                weights[key] = StoredTensor({"codes": pieces[key], **beside}, shape, whole_dtype, _dequantize_nf4)
+                weights[key] = StoredTensor(
+                    {"codes": pieces[key], **beside}, shape, whole_dtype, _dequantize_nf4, "4bit"
+                )
     return weights
 
 

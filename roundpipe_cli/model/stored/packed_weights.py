@@ -1,11 +1,11 @@
-"""Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, unpacked for use.
+"""Frozen weights in 4 or 8 bit by bitsandbytes, in FP8, or as published: packed on the host, unpacked for use.
 
 4 bit: NF4 (arXiv 2305.14314). 8 bit: its blockwise dynamic code (arXiv 2110.02861), for weights alone: products are
 computed with the unpacked weights, other than those of LLM.int8. A packed weight is one run of
 bytes: codes, then the scales that they are to be multiplied by. bitsandbytes has one for each 64 weights, so 4.5 or 8.5
-bits a weight; FP8 has one for each row.
+bits a weight; FP8 has one for each row. What is published in MXFP4 or FP8 blocks has its own codes and scales.
 
-    | codes, 4 or 8 bit each | pad to 64 bytes | scales, float32 |
+    | codes, 4 or 8 bit each | pad to 64 bytes | scales, float32, of MXFP4 exponents |
 
 A block's weights are dequantised for its call and dropped after it. What autograd would keep of them for the backward
 is kept packed and dequantised again when asked for, so a graph costs no memory for weights. Where there is memory for a
@@ -20,15 +20,18 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, UNPACKED_AT_ONCE, WEIGHTS_PER_SCALE, PackedName
+from roundpipe_cli.choices import PACKED_FORMATS, UNPACKED_AT_ONCE, WEIGHTS_PER_SCALE, PackedName
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.kernels.unpack_codes import code_values, unpack_codes
+from roundpipe_cli.model.stored.scaled_floats import grid_shape, unpack_blocks, unpack_mxfp4
+from roundpipe_cli.model.stored.tensors import FINITE_CHECK_ELEMENTS, check_finite
 
 # Recognises linear layers: one matrix, one tensor in, one tensor out.
 
@@ -72,8 +75,6 @@ def _returns_a_tensor(module: nn.Linear) -> bool:
 
 LARGEST_E4M3 = 448.0
 """The largest number of e4m3."""
-AT_ONCE = 1 << 18
-"""Weights that the processor unpacks at once, so that intermediate values stay in its cache."""
 
 
 def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -95,19 +96,11 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size
 
     The same on every device: an exact factor, one product in float32, rounded once.
     """
+    if codes.device.type == "cpu":  # by a table: its own conversion takes each number by itself, 2.5 times the time
+        values = code_values(torch.float8_e4m3fn, codes.device)
+        return unpack_codes(codes, scales, values, shape, dtype=dtype)
     rows = codes.view(-1, shape[-1])
-    if codes.device.type != "cpu":
-        return rows.view(torch.float8_e4m3fn).to(dtype).mul_(scales[:, None]).view(shape)
-    # a table: the processor's own conversion takes each number by itself, 2.5 times the time
-    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
-    whole = torch.empty(rows.shape, dtype=dtype, device="cpu")
-    num_rows = max(1, AT_ONCE // max(1, rows.shape[1]))
-    for start in range(0, len(rows), num_rows):
-        part = rows[start : start + num_rows]
-        values = table.index_select(0, part.reshape(-1).int()).view(part.shape)
-        torch.mul(values, scales[start : start + num_rows, None], out=values)
-        whole[start : start + num_rows].copy_(values)
-    return whole.view(shape)
+    return rows.view(torch.float8_e4m3fn).to(dtype).mul_(scales[:, None]).view(shape)
 
 
 ALIGNMENT_BYTES = 64
@@ -118,9 +111,18 @@ PACKED_AT_ONCE = 1 << 22
 
 def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
     """Size of a packed weight."""
-    is_by_row = PACKED_FORMATS[kind].weights_per_scale is None
-    num_scales = shape[:-1].numel() if is_by_row else _num_scales(shape.numel())
-    return _codes_bytes(shape.numel(), kind) + SCALE_BYTES * num_scales
+    group = PACKED_FORMATS[kind].weights_per_scale
+    if kind == "fp8_blocks":
+        num_scales = grid_shape(shape).numel()
+    else:
+        num_scales = shape[:-1].numel() if group is None else -(-shape.numel() // group)
+    return _codes_bytes(shape.numel(), kind) + PACKED_FORMATS[kind].scale_bytes * num_scales
+
+
+def _parts(packed: torch.Tensor, count: int, kind: PackedName) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of `count` weights, views."""
+    scales = packed[_codes_bytes(count, kind) :]
+    return packed[: _num_codes(count, kind)], scales if kind == "mxfp4" else scales.view(torch.float32)
 
 
 def _codes_bytes(num_elements: int, kind: PackedName) -> int:
@@ -180,7 +182,7 @@ def quantize(values: torch.Tensor, packed: torch.Tensor, kind: PackedName) -> No
     Some scales' worth at a time: bitsandbytes needs several times the memory of what it packs at once.
     """
     flat = values.contiguous().view(-1)
-    codes, scales = packed[: _num_codes(len(flat), kind)], packed[_codes_bytes(len(flat), kind) :].view(torch.float32)
+    codes, scales = _parts(packed, len(flat), kind)
     if kind == "fp8":
         quantize_rows(values, codes, scales)
         return
@@ -211,9 +213,9 @@ def _dynamic_map(device: torch.device) -> torch.Tensor:
 def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName) -> torch.Tensor:
     """The weights of `packed` as a new tensor."""
     count = shape.numel()
-    codes, scales = packed[: _num_codes(count, kind)], packed[_codes_bytes(count, kind) :].view(torch.float32)
-    if kind == "fp8":
-        return dequantize_rows(codes, scales, shape, dtype)
+    codes, scales = _parts(packed, count, kind)
+    if kind in _BY_TABLE:
+        return _BY_TABLE[kind](codes, scales, shape, dtype)
     if count <= UNPACKED_AT_ONCE:
         return _dequantize(codes, scales, shape, dtype, kind=kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
@@ -223,6 +225,10 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
         own_scales = scales[start // WEIGHTS_PER_SCALE :][: _num_scales(len(part))]
         part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, kind=kind).view(-1))
     return whole
+
+
+_BY_TABLE = {"fp8": dequantize_rows, "mxfp4": unpack_mxfp4, "fp8_blocks": unpack_blocks}
+"""Formats that are no codes of bitsandbytes."""
 
 
 def _dequantize(
@@ -247,6 +253,41 @@ def _dequantize(
     else:
         whole = functional.dequantize_4bit(codes.unsqueeze(1), state).view(-1)[:count].view(shape)
     return whole
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight as a model's files have it packed."""
+
+    codes: torch.Tensor
+    """uint8, in any shape"""
+    scales: torch.Tensor
+    """float32, or exponents as uint8, in any shape"""
+    shape: torch.Size
+    """Shape of the unpacked weight."""
+    dtype: torch.dtype
+    kind: PackedName = "4bit"
+
+    def write(self, packed: torch.Tensor) -> None:
+        """Copy the weight into uint8 [packed_bytes]."""
+        for own, part in zip(_parts(packed, self.shape.numel(), self.kind), (self.codes, self.scales), strict=True):
+            own.copy_(part.flatten())
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight, a new tensor."""
+        packed = torch.zeros(packed_bytes(self.shape, self.kind), dtype=torch.uint8)
+        self.write(packed)
+        return dequantize(packed, self.shape, self.dtype, self.kind)
+
+    def check_finite(self, dtype: torch.dtype, where: str) -> None:
+        """As `check_finite` of the unpacked weight, which is unpacked only where codes and scales do not tell."""
+        if self.kind == "mxfp4":
+            largest = 6 * torch.exp2(self.scales.amax().double() - 127)
+        else:
+            largest = LARGEST_E4M3 * self.scales.double().abs().amax()
+        parts = self.codes.flatten().split(FINITE_CHECK_ELEMENTS) if self.kind == "fp8_blocks" else ()
+        if any(bool(((part & 127) == 127).any()) for part in parts) or not bool(largest <= torch.finfo(dtype).max):
+            check_finite(replace(self, dtype=torch.float32).dequantized(), dtype, where)
 
 
 class PackedParameter(nn.Parameter):

@@ -1,55 +1,23 @@
-"""Weights of 8-bit and 4-bit floats with scales, dequantised a few rows at a time.
-
-Everything is computed in float32, and rounded once to the type that is asked for: a code times its scale is exact in
-float32, or rounded once."""
+"""Weights of 8-bit and 4-bit floats with scales: found in a checkpoint, read whole, or as they stay packed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from roundpipe_cli.choices import BLOCK_SIZE
+from roundpipe_cli.kernels.unpack_codes import code_values, powers, unpack_codes
 from roundpipe_cli.model.files.untrusted import FileTensor
-from roundpipe_cli.model.stored.tensors import StoredTensor
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7 of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3); 8 to 15 are their negatives."""
-E8M0_BIAS = 127
-ELEMENTS_AT_ONCE = 1 << 22
-ROWS_AT_ONCE = 32
-"""Least rows at a time, and what their number is a multiple of."""
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
 
 
-def scaled_rows(
-    values: Callable[[slice], torch.Tensor],
-    scale: torch.Tensor,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    *,
-    block: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """A weight of `shape` [rows, columns] from its values and a grid of scales.
-
-    Args:
-        values: float32 of some rows.
-        scale: one for all, one for each row, or one for each block.
-        block: rows and columns of a block; the last ones may be cut off. None: as the shapes say.
-
-    Raises:
-        ValueError: the grid does not cover the weight.
-    """
-    whole = torch.empty(shape, dtype=dtype)
-    grid = torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
-    grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(-1, 1) if grid.ndim == 1 else grid
-    rows, columns = (_block_size(shape[i], grid.shape[i], None if block is None else block[i]) for i in (0, 1))
-    step = max(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // max(1, shape[1]) // ROWS_AT_ONCE * ROWS_AT_ONCE)
-    for start in range(0, shape[0], step):
-        chunk = slice(start, min(start + step, shape[0]))
-        of_rows = grid[torch.arange(chunk.start, chunk.stop) // rows]
-        whole[chunk] = values(chunk) * of_rows.repeat_interleave(columns, dim=1)[:, : shape[1]]
-    return whole
+def _factors(scale: torch.Tensor) -> torch.Tensor:
+    """Float32 of scales in any type."""
+    return powers(scale.device)[scale.int()] if scale.dtype == torch.uint8 else scale.float()
 
 
 def _block_size(size: int, num_blocks: int, block: int | None) -> int:
@@ -60,13 +28,6 @@ def _block_size(size: int, num_blocks: int, block: int | None) -> int:
             f"{num_blocks} scales for {size} rows or columns, and the settings say no block of such a size"
         )
     return size // num_blocks
-
-
-def fp4_values(packed: torch.Tensor) -> torch.Tensor:
-    """Float32 [..., 2 n] of codes [..., n], two a byte, the low half first."""
-    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
-    codes = packed.contiguous().view(torch.uint8)
-    return torch.stack([table[(codes & 15).int()], table[(codes >> 4).int()]], dim=-1).flatten(-2)
 
 
 # Weights as 8-bit floats, with a scale for all, for each row, or for each block.
@@ -80,7 +41,7 @@ def fp4_values(packed: torch.Tensor) -> torch.Tensor:
 FLOATS = ("F8_E4M3", "F8_E5M2", "F4", "I8")
 """Types of codes; transformers writes two E2M1 codes as an I8."""
 BlockSize = tuple[int, int]
-USUAL_BLOCK = (128, 128)
+USUAL_BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
 """Where the configuration says none, as transformers takes it; for a weight with so many scales only."""
 
 
@@ -108,7 +69,10 @@ def scale_of(name: str, pieces: Mapping[str, FileTensor]) -> FileTensor | None:
 def in_8bit(codes: FileTensor, scale: FileTensor, dtype: torch.dtype, block: BlockSize) -> StoredTensor:
     """A weight of codes and scales; [experts, rows, columns] or [rows, columns]."""
     shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]) if codes.dtype == "I8" else codes.shape)
-    return StoredTensor({"codes": codes, "scale": scale}, shape, dtype, partial(_unpack_fp8, shape=shape, block=block))
+    stays = codes.dtype == "F8_E4M3" and block == USUAL_BLOCK and len(shape) > 1
+    stays = stays and (math.prod(scale.shape) == 1 or tuple(scale.shape) == grid_shape(shape))
+    unpack = partial(_unpack_fp8, shape=shape, block=block)
+    return StoredTensor({"codes": codes, "scale": scale}, shape, dtype, unpack, "fp8_blocks" if stays else None)
 
 
 def _unpack_fp8(
@@ -123,12 +87,22 @@ def _unpack_fp8(
             whole[expert] = _unpack_fp8(one, dtype, torch.Size(shape[1:]), block)
         return whole
 
-    def values(rows: slice) -> torch.Tensor:
-        if codes.dtype in (torch.float4_e2m1fn_x2, torch.int8):
-            return fp4_values(codes.view(torch.uint8)[rows])
-        return codes[rows].float()
+    grid = _factors(scale)
+    grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(-1, 1) if grid.ndim == 1 else grid
+    rows, columns = (_block_size(shape[axis], grid.shape[axis], block[axis]) for axis in (0, 1))
+    kind = torch.float4_e2m1fn_x2 if codes.dtype == torch.int8 else codes.dtype
+    of_rows, values = _by_row(grid, shape, (rows, columns)), code_values(kind, codes.device)
+    return unpack_codes(codes.contiguous().view(torch.uint8), of_rows, values, shape, dtype=dtype)
 
-    return scaled_rows(values, scale, shape, dtype, block=block)
+
+def _by_row(grid: torch.Tensor, shape: torch.Size, block: BlockSize) -> torch.Tensor:
+    """The scales [..., rows, blocks of a row] of a grid [..., blocks, blocks]; one for each weight where a row's last
+    block is shorter than others."""
+    *others, down, across = grid.shape
+    of_rows = grid.unsqueeze(-2).expand(*others, down, block[0], across).flatten(-3, -2)[..., : shape[-2], :]
+    if across > 1 and shape[-1] % block[1]:
+        of_rows = of_rows.repeat_interleave(block[1], -1)[..., : shape[-1]]
+    return of_rows.contiguous()
 
 
 # Weights as 4-bit floats (E2M1), two a byte, the low half first, with a scale for each 32 of them.
@@ -148,14 +122,61 @@ def find_mxfp4(
             experts, rows, num_blocks, num_bytes = blocks.shape
             shape = torch.Size((experts, 2 * num_blocks * num_bytes, rows))
             stored = {"blocks": blocks, "scales": pieces[f"{name}_scales"]}
-            weights[name] = StoredTensor(stored, shape, dtype, partial(_unpack_experts, shape=shape))
+            stays = num_bytes == MXFP4_BYTES and tuple(stored["scales"].shape) == tuple(blocks.shape[:3])
+            unpack = partial(_unpack_experts, shape=shape)
+            weights[name] = StoredTensor(stored, shape, dtype, unpack, "mxfp4" if stays else None)
     return weights
 
 
 def _unpack_experts(parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    whole = torch.empty(shape, dtype=dtype)
-    turned = torch.Size((shape[2], shape[1]))
-    for expert, (blocks, scales) in enumerate(zip(parts["blocks"], parts["scales"], strict=True)):
-        packed = blocks.flatten(1)
-        whole[expert] = scaled_rows(lambda rows, packed=packed: fp4_values(packed[rows]), scales, turned, dtype).T  # type: ignore[misc]
+    codes, scales = parts["blocks"], parts["scales"]
+    if (codes.shape[3], codes.shape[:3]) != (MXFP4_BYTES, scales.shape):
+        raise ValueError(
+            f"{list(scales.shape)} scales for codes {list(codes.shape)}: not {MXFP4_BYTES} bytes to a scale"
+        )
+    return unpack_mxfp4(codes, scales, shape, dtype)
+
+
+MXFP4_BYTES = 16
+"""Bytes of the codes that share a scale."""
+
+
+# Both forms as they stay packed: codes of all weights, then all scales.
+
+
+def stored_codes(weight: StoredTensor, files: OpenFiles) -> torch.Tensor:
+    """The bytes of a weight's codes, as the files have them."""
+    return files.tensor([*weight.pieces.values()][0]).view(torch.uint8)
+
+
+def stored_scales(weight: StoredTensor, files: OpenFiles) -> torch.Tensor:
+    """The scales of a weight that may stay packed: uint8 exponents of MXFP4, or a float32 grid, one for each block."""
+    scale = files.tensor([*weight.pieces.values()][1])
+    if weight.packed_as == "mxfp4":
+        return scale.view(torch.uint8)
+    grid = _factors(scale)
+    return grid.reshape(()).expand(grid_shape(weight.shape)) if grid.numel() == 1 else grid
+
+
+def grid_shape(shape: Sequence[int]) -> torch.Size:
+    """Shape of the grid of scales of FP8 blocks."""
+    return torch.Size((*shape[:-2], *(-(-size // BLOCK_SIZE) for size in shape[-2:])))
+
+
+def unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Weights [..., in, out] of codes [..., out, in / 2] and exponents [..., out, in / 32]; on a GPU in that layout."""
+    turned, values = torch.Size((*shape[:-2], shape[-1], shape[-2])), code_values(torch.float4_e2m1fn_x2, codes.device)
+    if codes.device.type != "cpu":
+        return unpack_codes(codes, scales, values, turned, dtype=dtype).transpose(-1, -2)
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
+    parts = whole.view(-1, *shape[-2:])
+    for part, own, exponents in zip(parts, codes.view(len(parts), -1), scales.view(len(parts), -1), strict=True):
+        part.copy_(unpack_codes(own, exponents, values, torch.Size(turned[-2:]), dtype=dtype).T)
     return whole
+
+
+def unpack_blocks(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Weights [..., rows, columns] of codes, and a float32 scale for each block of them."""
+    of_rows = _by_row(scales.view(grid_shape(shape)), shape, USUAL_BLOCK)
+    values = code_values(torch.float8_e4m3fn, codes.device)
+    return unpack_codes(codes, of_rows, values, shape, dtype=dtype)

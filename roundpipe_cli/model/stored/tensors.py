@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from roundpipe_cli.choices import PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.untrusted import FileTensor, refusing
 
@@ -89,6 +90,8 @@ class StoredTensor:
     dtype: torch.dtype
     """Type in which it is read."""
     unpack: Unpack | None = None
+    packed_as: PackedName | None = None
+    """Format in which it may stay as the files have it."""
     is_turned: bool = False
     """Whether the result of `unpack` is transposed: quantised files hold a Conv1D as a Linear, outputs first."""
 

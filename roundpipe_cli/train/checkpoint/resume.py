@@ -29,7 +29,8 @@ from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.ready import Setup
 
 FREE_KEYS = (
-    *("output_dir", "pipeline", "nodes", "hardware", "weights", "report_to", "hub_model_id", "resume_from_checkpoint"),
+    *("output_dir", "pipeline", "nodes", "hardware", "weights", "load_in_16bit", "report_to", "hub_model_id"),
+    "resume_from_checkpoint",
     *("logging_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "early_stopping_patience"),
     *("eval_steps", "eval_datasets", "eval_samples", "eval_max_new_tokens"),
     *("on_oom", "on_device_loss", "on_nonfinite", "check_longest_rows", "watchdog_s"),

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.models import SETTINGS
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
-from roundpipe_cli.model.files.quantization import SETTINGS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, TEMPLATES_FOLDER, check_file, read_json
 from roundpipe_cli.model.load import load_tokenizer, tokenizer_values

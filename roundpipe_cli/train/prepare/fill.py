@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from roundpipe_cli.model.lora import (
     initial_values,
 )
 from roundpipe_cli.model.new_tokens import NewTokens
-from roundpipe_cli.model.stored.nf4 import PackedWeight
+from roundpipe_cli.model.stored.packed_weights import PackedWeight
 from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.recipe.schema import Recipe
@@ -59,12 +59,14 @@ def fill_store(
     model: nn.Module,
     recipe: Recipe,
     *,
+    packed: Collection[str] = (),
     new: NewTokens | None = None,
     start: Path | None,
     tell: Tell,
 ) -> None:
     """Load the base weights, then the adapter's: first values, or those of the folder `start`, which is trained
-    further, and which DPO's reference keeps. `model`: the skeleton, adapters included."""
+    further, and which DPO's reference keeps. `model`: the skeleton, adapters included; `packed`: names of weights that
+    stay as the files have them packed."""
     started = None if start is None else StartedBase(model, start)
     count = _counting(store, tell)
 
@@ -78,7 +80,7 @@ def fill_store(
         store.set_packed(name, weight)
         count(name)
 
-    tell_notices(tell, *load_weights(source, model, set_parameter, set_packed, new=new))
+    tell_notices(tell, *load_weights(source, model, set_parameter, set_packed, packed=packed, new=new))
     if recipe.method == "full":
         return
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)

@@ -17,6 +17,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
+from roundpipe_cli.costs.models import stored_as
 from roundpipe_cli.costs.nvidia_smi import order_notice
 from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.tokenized import (
@@ -31,7 +32,7 @@ from roundpipe_cli.events import Event, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import disk_error, require_free_bytes
 from roundpipe_cli.model.attention import describe_slow_kernels, try_other_ends
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
-from roundpipe_cli.model.files.quantization import check_stored_in_4bit
+from roundpipe_cli.model.files.quantization import check_stored_in_4bit, describe_repacking
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
@@ -48,7 +49,6 @@ from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta
 from roundpipe_cli.model.new_tokens import NewTokens, grow_tables, load_with_tokens
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import ModelSplit, split_model
-from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
@@ -78,7 +78,7 @@ from roundpipe_cli.train.prepare.trainable import (
     start_folder,
     start_hash,
 )
-from roundpipe_cli.units import format_bytes, format_count
+from roundpipe_cli.units import counted, format_bytes, format_count
 
 # The choice of `packing: auto` for a run, from its rows and its model.
 
@@ -207,7 +207,7 @@ def prepare(
     source = source or resolve_model(
         recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline, tell=tell
     )
-    packed_as = _packed_as(source, recipe)
+    stored, packed_as = formats = _formats(source, recipe, tell)
     fingerprint = Fingerprint(source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
@@ -237,7 +237,7 @@ def prepare(
     peft_model = put_into(model, split)
     adapted = describe_adapted_experts(model) if peft_model is not None else None
     tell_notices(tell, adapted, describe_reference(recipe, source, start))
-    packed = _packed_names(source, packed_as, model, split, tell=tell)
+    packed = _packed_names(source, formats, model, split, tell=tell)
     proof = prove_once(model, split, recipe, build, tell)
     longest = max([int(dataset.lengths.max()), *(len(row.input_ids) for row in evaluation)])
     refuse_long_rows(longest, proof)
@@ -246,7 +246,8 @@ def prepare(
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
-    fill_store(store, source, model, recipe, new=new, start=start, tell=tell)
+    kept = packed if packed_as == stored else ()
+    fill_store(store, source, model, recipe, packed=kept, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
@@ -266,7 +267,7 @@ def prepare(
         config_hash=config_fingerprint(source),
         start_hash=start_hash(start, recipe),
         fused=fused,
-        unpacks_once=decide_unpacking(loaded, packed_as, tell, asked),
+        unpacks_once=decide_unpacking(loaded, packed_as if packed else None, tell, asked),
     )
 
 
@@ -382,23 +383,35 @@ def _making_trainable(
     return put_into, build
 
 
-def _packed_as(source: ModelSource, recipe: Recipe) -> PackedName | None:
-    """Format of the blocks' frozen weights; None: they are not packed."""
-    if not stored_in_4bit(source):
-        return recipe.packed_as
-    check_stored_in_4bit(source.name, method=recipe.method, packed_as=recipe.packed_as)
-    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
-    return "4bit"
+def _formats(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[PackedName | None, PackedName | None]:
+    """Formats of the blocks' frozen weights, in the files and in the run; None: they are not packed."""
+    stored = stored_as(source.config) if source.gguf_file is None else None
+    packed_as = recipe.packed_from(stored)
+    if stored == "4bit":
+        check_stored_in_4bit(
+            source.name, method=recipe.method, packed_as=recipe.packed_as, unpacks=recipe.load_in_16bit
+        )
+        require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
+    elif stored is not None and packed_as not in (None, stored):
+        tell(Notice(describe_repacking(stored, packed_as)))
+    return stored, packed_as
 
 
 def _packed_names(
-    source: ModelSource, packed_as: PackedName | None, model: nn.Module, split: ModelSplit, *, tell: Tell
+    source: ModelSource,
+    formats: tuple[PackedName | None, PackedName | None],
+    model: nn.Module,
+    split: ModelSplit,
+    *,
+    tell: Tell,
 ) -> frozenset[str]:
+    stored, packed_as = formats
     packed = quantizable_names(model, split.blocks_path) if packed_as else frozenset()
-    if stored_in_4bit(source):
-        kinds = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in packed}
-        packed = frozenset(name for name in packed if kinds[name] != "Conv1D")  # files hold these transposed
-        return packed_names(source, model) & packed
+    if packed_as is not None and packed_as == stored:
+        packed &= packed_names(source, model, stored)
+        label = PACKED_FORMATS[stored].label
+        tell(Notice(f"{counted(len(packed), 'weight')} stay in {label}, as the model's files have them"))
+        return packed
     if packed_as and (whole := check_packed(model, split.blocks_path, packed, packed_as)):
         tell(Notice(whole))
     return packed
