@@ -15,6 +15,7 @@ from pathlib import Path
 
 from roundpipe_cli.choices import PACKED_FORMATS, ROW_KINDS
 from roundpipe_cli.cli.init_choice import choose_settings
+from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.keys import as_markdown, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
@@ -40,7 +41,9 @@ def shipped_row(shipped: ShippedRecipe) -> str:
     assert verdict is not None and verdict.fits, f"{shipped.name} needs a header that says it fits"
     machine = MACHINE.fullmatch(verdict.hardware)
     assert machine is not None, verdict.hardware
-    method = recipe.method + (f", {PACKED_FORMATS[recipe.packed_as].label}" if recipe.packed_as else "")
+    architecture = shipped_architecture(recipe.model)
+    packed_as = recipe.packed_from(architecture.stored_as if architecture is not None else None)
+    method = recipe.method + (f", {PACKED_FORMATS[packed_as].label}" if packed_as else "")
     cells = [
         f"[`{shipped.name}`]({shipped.name}.yaml)",
         f"`{shipped.short_name}`" if shipped.short_name else "",
@@ -72,14 +75,15 @@ MACHINES = (
     ("1x4070,host_memory_gib=64", "gemma3/12b_lora_2x24gb"),
     ("2x3060,host_memory_gib=64", "qwen3/14b_lora_2x24gb"),
     ("1x4060ti-16gb,host_memory_gib=16", "smollm2/1.7b_lora_1x16gb"),
-    ("1x4060ti-16gb,host_memory_gib=32", "mistral/7b_lora_1x16gb"),
+    ("1x4060ti-16gb,host_memory_gib=32", "gpt-oss/20b_lora_1x16gb"),
     ("1x5060ti-16gb,host_memory_gib=64", "qwen3/14b_lora_1x24gb"),
     ("2x4060ti-16gb,host_memory_gib=64", "qwen3/32b_lora_2x24gb"),
     ("1x3090,host_memory_gib=32", "qwen3/8b_lora_1x24gb"),
-    ("1x3090,host_memory_gib=64", "qwen3/30b-a3b_lora_2x24gb"),
-    ("1x3090,host_memory_gib=96", "gpt-oss/20b_lora_1x24gb"),
+    ("1x3090,host_memory_gib=64", "qwen3/30b-a3b-fp8_lora_1x24gb"),
+    ("1x3090,host_memory_gib=96", "gpt-oss/120b_lora_1x24gb"),
     ("1x4090,host_memory_gib=128", "qwen3/30b-a3b_lora_2x24gb"),
     ("2x3090,host_memory_gib=64", "qwen3/32b_lora_2x24gb"),
+    ("2x3090,host_memory_gib=96", "gpt-oss/120b_lora_2x24gb"),
     ("2x3090,host_memory_gib=128", "gemma3/27b_lora_2x24gb"),
     ("4x3090,host_memory_gib=128", "qwen3/32b_lora_4x24gb"),
     ("4x4090,host_memory_gib=128", "llama3.3/70b_lora_4x24gb"),
@@ -103,12 +107,13 @@ def machine_row(hardware: str, recipe: str) -> str:
     assert plan.verdict.fits, (hardware, recipe, changes, plan.verdict.reasons)
     loaded, machine = plan.question.loaded.recipe, MACHINE.fullmatch(hardware)
     assert machine is not None, hardware
-    packed = PACKED_FORMATS[loaded.packed_as] if loaded.packed_as else None
+    packed_as = plan.question.settings.packed_as
+    packed = PACKED_FORMATS[packed_as] if packed_as else None
     cells = [
         f"{machine['gpus']}, {machine['host']} GiB",
         loaded.model.rpartition("/")[2],
         packed.label if packed else "16 bit",
-        f"{100 * packed.weight_change:.2g} %" if packed else "0",
+        f"{100 * packed.weight_change:.2g} %" if packed and packed.weight_change else "0",
         f"`roundpipe finetune {' '.join([recipe, *changes])}`",
         f"{plan.tokens_per_s:,.3g}" if plan.tokens_per_s < 1000 else f"{float(f'{plan.tokens_per_s:.3g}'):,.0f}",
         format_seconds(TOKENS / plan.tokens_per_s),
