@@ -39,7 +39,7 @@ PAIRS = {
     "mistralai/Mistral-7B-v0.3": ((S, FOUR), FITS, FITS, FITS),
     "Qwen/Qwen3-8B": ((S, FOUR), FITS, FITS, FITS),
     "google/gemma-3-12b-pt": ((S, EIGHT), FITS, FITS, FITS),
-    "openai/gpt-oss-20b": ((S, FOUR), (S, EIGHT), FITS, FITS),
+    "openai/gpt-oss-20b": (FITS, FITS, FITS, FITS),
     "Qwen/Qwen3-30B-A3B": ((S, FOUR), (S, FOUR), FITS, FITS),
     "Qwen/Qwen3-32B": ((S, f"model=Qwen/Qwen3-14B {FOUR}"), (S, FOUR), (S, EIGHT), FITS),
     "meta-llama/Llama-3.3-70B-Instruct": (

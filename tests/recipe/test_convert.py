@@ -302,7 +302,7 @@ NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 NOT_OF_PEERS = {
     *("on_device_loss", "model", "micro_batch_tokens", "float16_accumulation", "load_in_fp8", "method", "objective"),
     *("dpo", "orpo", "simpo", "ipo", "lora", "lora.expert_r", "datasets", "pipeline", "nodes", "lr_above_peak"),
-    *("resume_from_checkpoint", "long_rows_overlap", "check_longest_rows"),
+    *("resume_from_checkpoint", "long_rows_overlap", "check_longest_rows", "load_in_16bit"),
 }
 """Sections, keys that no other tool has, what every file has, and the checkpoint, whose value decides: another
 program's is not read."""

@@ -184,6 +184,7 @@ CASES = [
 ]
 
 HELD = {
+    "load_in_16bit": "train/test_published_forms.py::test_a_run_is_that_of_the_unpacked_weights",
     "revision": "cli/test_download.py::test_a_run_records_its_commit_and_keeps_to_it",
     "orpo.nll_on_prompt": "train/test_preference.py::test_a_run_without_a_reference_model",
     "lora.start_from": "train/test_training_options.py::test_an_adapter_is_trained_further",
