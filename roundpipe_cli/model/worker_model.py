@@ -123,7 +123,7 @@ def saved_sizes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> lis
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in there:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output would hold its own graph, which no backward frees
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         kept = run()  # while it lives, no other storage gets its address
