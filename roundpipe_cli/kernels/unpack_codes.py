@@ -47,6 +47,8 @@ def unpack_codes(
         scales: float32, or exponents as uint8; each for as many weights in a row as the numbers say.
         values: of `code_values`.
     """
+    if codes.device.type == "cpu" and not has_kernel(codes):  # an operator loads torch._dynamo, 76 MB
+        return _by_tables(codes, scales, values, shape.numel(), dtype=dtype).view(shape)
     found: torch.Tensor = _unpack_codes(codes, scales, values, shape.numel(), dtype)
     return found.view(shape)
 
@@ -59,6 +61,12 @@ def _unpack_codes(
         from roundpipe_cli.kernels.pointwise_triton import launch_unpack
 
         return launch_unpack(codes, scales, values, count, dtype=dtype)
+    return _by_tables(codes, scales, values, count, dtype=dtype)
+
+
+def _by_tables(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, count: int, *, dtype: torch.dtype
+) -> torch.Tensor:
     per_byte, group = 1 + (len(values) == 16), count // max(1, scales.numel())
     whole = torch.empty(count, dtype=dtype, device=codes.device)
     table = values
