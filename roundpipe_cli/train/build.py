@@ -238,7 +238,8 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
 
 def _chunk_parts(setup: Setup, form: _Form, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
     """Bytes of a block's keys and values of a sequence with their gradients, and of what attention of a chunk keeps."""
-    size, config = keys.element_size(), setup.model.config
+    size = keys.element_size()
+    config: Any = setup.model.config
     if keys.dim() < 4:  # states, of which each chunk has its own
         count = form.rows * setup.recipe.pipeline.num_chunks * (keys.numel() + values.numel())
         return count * (size + 4), 0
@@ -248,7 +249,7 @@ def _chunk_parts(setup: Setup, form: _Form, keys: torch.Tensor, values: torch.Te
     is_plain = setup.attends_in_rows and config._attn_implementation == NAME
     if is_plain and chunks_need_no_mask(keys, values):
         return buffers, size * tokens * key_heads * width
-    heads: int = config.get_text_config().num_attention_heads  # type: ignore[operator,union-attr]
+    heads: int = config.get_text_config().num_attention_heads
     return buffers, size * (tokens * heads * width + form.tokens * form.context)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.model.stored.scaled_floats import E8M0_BIAS, FP4_VALUES
+from roundpipe_cli.kernels.unpack_codes import E8M0_BIAS, FP4_VALUES
 from roundpipe_cli.model.stored.tensors import StoredTensor
 from roundpipe_cli.train.checkpoint.writing import DTYPE_NAMES
 
