@@ -31,6 +31,7 @@ from roundpipe_cli.choices import (
     RowType,
 )
 from roundpipe_cli.cli.init_choice import choose_objective
+from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.data.columns import unused_columns
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec
@@ -98,7 +99,7 @@ ASKING: dict[str, Callable[[], object]] = {
     "rows": lambda: DatasetSpec("x", example="pair").rows,
     "init": lambda: choose_objective("dpo", None, "pair"),
     "learning rate": lambda: trained_kind("lora", "dpo"),
-    "plan": lambda: settings_of(Recipe(**REQUIRED, objective="dpo"), 100),
+    "plan": lambda: settings_of(Recipe(**REQUIRED, objective="dpo"), find_architecture("Qwen/Qwen3-4B")),
     "budget": lambda: Recipe(**REQUIRED, objective="dpo").tokens_of_full_row,
     "units": lambda: Preference("dpo", 0.1).num_rows(4),
     "metrics": lambda: reward_metrics([[0.0] * 4], [(Preference("dpo", 0.1), 4)]),
