@@ -92,8 +92,9 @@ class ShardWriter:
         self._key = key
         self._folder = new_folder(FOLDER) or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))  # read-only, no home
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
-        names = [name for name in ARRAYS if name != "rows.bin"]
+        names = ("input_ids.bin", "trained.bin", "lengths.bin", "weights.bin")
         self._digests = [{name: hashlib.sha256(name.encode()) for name in names} for _ in range(num_answers)]
+        self._weighs = False
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -117,10 +118,12 @@ class ShardWriter:
                 self._files[name].write(array.astype(ARRAYS[name]).tobytes())
         answers = np.arange(len(chunk.lengths)) % len(self._digests)
         of_tokens = np.repeat(answers, chunk.lengths)
+        trained = chunk.weights != 0
+        arrays["trained.bin"], self._weighs = trained, self._weighs or bool((chunk.weights[trained] != 1).any())
         for index, digests in enumerate(self._digests):
             for name, digest in digests.items():
                 own = (answers if name == "lengths.bin" else of_tokens) == index
-                digest.update(arrays[name][own].astype(ARRAYS[name]).tobytes())
+                digest.update(arrays[name][own].astype(ARRAYS.get(name, np.bool_)).tobytes())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -140,6 +143,9 @@ class ShardWriter:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
+        if not self._weighs:  # tokens are trained or not: the digest that checkpoints of earlier versions hold
+            for of_answer in self._digests:
+                del of_answer["weights.bin"]
         digests = ["".join(one.hexdigest() for one in of_answer.values()) for of_answer in self._digests]
         content = {
             "digests": [hashlib.sha256(text.encode()).hexdigest() for text in digests],

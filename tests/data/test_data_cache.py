@@ -20,8 +20,9 @@ from roundpipe_cli.cli import checks
 from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data import dataset as keys
 from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.row_chunks import ChunkResult, SourceReport
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
-from roundpipe_cli.data.shards import _content_sum, file_sums
+from roundpipe_cli.data.shards import ShardWriter, _content_sum, file_sums
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 from tests.data.test_data_dataset import CHATML, build, byte_tokenizer, write_rows
@@ -29,6 +30,11 @@ from tests.support.covering import swept
 from tests.support.e2e import STAGES_OF_TWO, launch, make_model, make_workspace
 
 ROWS = [{"prompt": f"Q{n}", "completion": f"A{n}"} for n in range(20)]
+
+OLD_DIGESTS = (
+    "2d0616df40902f5d1241fb0cdebc5dbe36e52815294f99b8072b05529b405e1c",
+    "a439f90445bed91056489b1b1049cc074187a57f6c749462d0d17b0375442b28",
+)
 
 
 def shards() -> list[Path]:
@@ -250,3 +256,15 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [check.name for check in checks._disk()] == ["disk, outputs", "disk, models"], "of `doctor`"
     assert (work / "out" / "adapter_model.safetensors").exists()
     assert not (work / "~").exists()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_rows_without_weights_have_the_digests_that_earlier_checkpoints_hold(factor: float) -> None:
+    """Of pairs; seen with the version that kept a byte a token."""
+    trained = np.array([0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=np.float32) * np.float32(factor)
+    places, lengths = np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), np.array([2, 3, 3, 1])
+    report = SourceReport(rows_read=2)
+    with ShardWriter("key", 2) as writer:
+        writer.add(ChunkResult(places, lengths, np.arange(9, dtype=np.int32), trained, report), 0)
+        digests = writer.finish(report, to_cache=False).digests
+    assert (digests == OLD_DIGESTS) == (factor == 1)
