@@ -33,6 +33,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.timeline import bubble_ratio
+from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.prepare.rows import describe_padded_to_chunks
 from scripts import memory_table
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
@@ -41,6 +42,7 @@ from tests.support.schedules import dealt, validate_schedule
 from tests.support.simulated_cases import Case, is_equal, roundpipe
 from tests.support.simulated_cuda import Card
 from tests.support.tiny import Rig, make_rig, masks, plain_step, random_microbatches, tiny_config
+from tests.train.test_training_options import setup_of
 
 TOLERANCE = 1e-5
 SIZES = ((1, 23), (2, 16))
@@ -396,6 +398,29 @@ def test_a_run_in_chunks_resumes_to_the_same_bits(tmp_path: Path, packing: str) 
     finetune(folder, *chunks, "max_steps=1").expect(0)
     finetune(folder, *chunks, "max_steps=2", "--resume", "pipeline.devices=[cpu]").expect(0)
     assert numbers(folder / "out") == numbers(folder / "whole")
+
+
+LATENT = {"num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 16}
+GEMMA4 = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "without"),
+    [("gpt_oss", {}, False), ("deepseek_v3", LATENT, False), ("gemma4_text", GEMMA4, True)],
+)
+def test_a_run_counts_masks_where_its_chunks_have_them(
+    model_type: str, changes: Any, without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: those of sinks, and of values narrower than keys, were not counted; heads of two widths ended the run."""
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model", model_type, **changes))
+    setup, found = setup_of(folder, "pipeline.sequence_chunks=3", "dtype=bfloat16"), list[list[float]]()
+    monkeypatch.setattr(attention, "_least_capability", (9, 0))
+    for takes in (False, True):
+        monkeypatch.setattr(attention, "_takes_other_ends", takes)
+        found.append([layer.activation_bytes for layer in make_planner(setup).costs.layers])
+    pairs = setup.probe.find_chunk_pairs()
+    assert len(pairs) == setup.split.num_blocks and {pair[0].dim() for pair in pairs} == {4}
+    assert (found[1] != found[0]) is without and all(map(float.__le__, *(map(float, each) for each in found[::-1])))
 
 
 @pytest.mark.parametrize(
