@@ -295,7 +295,7 @@ def case_of(architecture: Architecture, settings: TrainingSettings, hardware: Ha
 def _has_flash_chunks(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> bool:
     """Whether chunks attend without a mask, as `model/attention.py` has it where its try at start succeeds."""
     is_asked = settings.sequence_chunks > 1 and settings.fused and settings.dtype != "float32"
-    is_plain = not architecture.has_sinks and not architecture.keeps_scores
+    is_plain = not architecture.has_sinks and not architecture.keeps_scores and not architecture.masks_chunks
     fits = architecture.head_dim <= MAX_FLASH_WIDTH and architecture.head_dim % 8 == 0
     return is_asked and is_plain and fits and all(one.has_bfloat16 and not one.is_cpu for one in hardware.devices)
 

@@ -140,6 +140,8 @@ class Architecture:
     """Parameters of the head layer beside the LM head's matrix; None: a norm of one weight a channel."""
     unreached_params: int = 0
     """Share of `embed_params` in towers for pictures and sound, which stay on the host and are not trained."""
+    masks_chunks: bool = False
+    """No kernel takes a chunk without a mask: heads too wide, of two widths, or attention of the model's own."""
     boundary_columns: int = 0
     """Values per token between two blocks: hidden states and what travels beside them; 0: hidden states alone."""
 
@@ -278,6 +280,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         source=source,
         stored_as=packed_as,
         is_guess=not is_known,
+        masks_chunks=bool(config.get("masks_chunks")),
     )
     num_layers = reader.positive("num_hidden_layers")
     return noting_all_experts(replace(shape, blocks=tuple(_block(reader, shape, index) for index in range(num_layers))))

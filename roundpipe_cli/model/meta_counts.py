@@ -26,7 +26,7 @@ from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.sizes import SIZE_NAMES
 
-FORMAT = 5
+FORMAT = 6
 """Version of the documents; raised when they get another meaning."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
@@ -57,8 +57,8 @@ def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = No
         `blocks`: a list of (count of such blocks in a row, weights of attention's matrices, of the others, of those
         that one token passes through, of all the rest, number of experts); `parameters`: of the whole model;
         `unreached`: of what text never reaches; `boundary`: values per token between two blocks; `tail`: of the head
-        layer beside the LM head's matrix; `shared`: of this matrix, if it is the embedding's too; and figures of the
-        configuration under the names of `_FIGURES`.
+        layer beside the LM head's matrix; `shared`: of this matrix, if it is the embedding's too; `masks_chunks`: 1
+        where no kernel takes a chunk without a mask; and figures of the configuration under the names of `_FIGURES`.
 
     Raises:
         RefusedError: `finetune` would refuse the model with these words.
@@ -164,6 +164,8 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
 
 def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
     """Whole numbers of the language model's configuration; the largest of a list."""
+    from roundpipe_cli.model.attention import EAGER, MAX_FLASH_WIDTH  # late: it loads torch
+
     figures: dict[str, Any] = {"model_type": str(getattr(text, "model_type", "") or model.config.model_type)}
     places = (text, _attribute(text, "ffn_config"))  # dbrx has its experts there
     for key, names in _FIGURES.items():
@@ -172,6 +174,11 @@ def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
     latent = [_whole(_attribute(text, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if all(latent):  # queries and keys are wider than values: products with both, on average
         figures["head_dim"] = sum(latent) // 2
+    own = (getattr(text, "per_layer_config", None) or [text]) if _attribute(text, "head_dim") is None else [text]
+    widest = max(_whole(_attribute(one, "head_dim")) for one in own)
+    is_uneven = all(latent) and latent[0] + latent[1] != latent[2]
+    if is_uneven or widest > MAX_FLASH_WIDTH or model.config._attn_implementation == EAGER:
+        figures["masks_chunks"] = 1
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", None)
     figures.setdefault("hidden_size", int(embedding.shape[-1]))

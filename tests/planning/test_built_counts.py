@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 
 from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.cli.plan import plan_text
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import analytic_costs, case_of
 from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.exact_counts import EXACT_TYPES, is_counted_exactly
 from roundpipe_cli.costs.find_model import built_architecture, find_config, shipped_figures
@@ -134,6 +134,25 @@ def test_latent_attention_has_the_width_of_its_heads(tmp_path: Path) -> None:
     architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
     work = block_work(architecture, architecture.blocks[0], TrainingSettings(64))
     assert work.forward.attention_flops == 64 * 32 * architecture.num_attention_heads * 2 * (24 + 8 + 16)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "is_masked"),
+    [
+        ("deepseek_v3", {"v_head_dim": 32}, False),
+        ("deepseek_v3", {}, True),
+        ("gemma4_text", {"global_head_dim": 512}, True),
+        ("codegen", {}, True),
+    ],
+)
+def test_chunks_masks_are_counted_where_a_run_has_them(
+    model_type: str, changes: dict[str, Any], is_masked: bool, tmp_path: Path
+) -> None:
+    """Story: values narrower than keys, heads too wide for the kernel and models' own attention had none in plans."""
+    folder, _ = put_model(tmp_path, model_type, **changes)
+    architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
+    settings = TrainingSettings(64, num_microbatches=4, sequence_chunks=4)
+    assert case_of(architecture, settings, parse_hardware("1x4090")).settings.flash_chunks is not is_masked
 
 
 def test_the_tables_are_taken_only_where_they_are_exact() -> None:
