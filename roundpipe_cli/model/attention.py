@@ -497,7 +497,7 @@ def try_other_ends(devices: Iterable[str]) -> str | None:
             found = numbers(functools.partial(_attend_at_once, rows=there, more={}), device, torch.bfloat16)
         except (AttributeError, ImportError, RuntimeError, TypeError) as error:
             return f"chunks attend with masks of all pairs of tokens: {device} has no kernel that needs none: {error}"
-        if any((a - b).norm() > MAX_TRIED_ERROR * b.norm() for a, b in zip(found, expected, strict=True)):
+        if not all((a - b).norm() <= MAX_TRIED_ERROR * b.norm() for a, b in zip(found, expected, strict=True)):
             return f"chunks attend with masks of all pairs of tokens: {device} aligns them another way without"
     _takes_other_ends = True
     return None
