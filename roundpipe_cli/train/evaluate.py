@@ -154,7 +154,7 @@ class Evaluator:
         pad = pad_token_id(self._setup.tokenizer)
         lengths = np.array([len(row.input_ids) for row in rows])
         batches = chain.from_iterable(grouped_in_windows(self._setup.recipe, lengths))
-        microbatches = (collate_rows([rows[index] for (index,) in batch], pad) for batch in batches)
+        microbatches = [collate_rows([rows[index] for (index,) in batch], pad) for batch in batches]
         loss_sum, tokens = 0.0, 0
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)
