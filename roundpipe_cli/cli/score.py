@@ -16,7 +16,7 @@ from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data, say_json
 from roundpipe_cli.errors import OutputInUseError, RefusedError, ResourceError
 from roundpipe_cli.events import tell_notices
-from roundpipe_cli.regular_files import named_path
+from roundpipe_cli.regular_files import named_path, tried_paths
 from roundpipe_cli.units import counted, format_loss
 
 if TYPE_CHECKING:
@@ -108,6 +108,9 @@ def opened_target(
     is_model = (run / "config.json").is_file() and not (run / "recipe.yaml").is_file()
     with contextlib.ExitStack() as stack:
         if is_model or not (run.is_dir() or re.fullmatch(r"step-\d+", run.name)):
+            if base is not None:
+                hint = f"leave --base out, or model={shlex.quote(base)}"
+                raise RefusedError("--base is the base model of a result", where=target, found="a recipe", hint=hint)
             loaded = load_recipe_or_model(target, overrides)
             folder_of = lambda name: Path(f"{loaded.recipe.output_dir}-base") / name  # noqa: E731
         else:
@@ -129,7 +132,7 @@ def opened_target(
                 source = source or find_adapter_base(result, base, offline=offline)
             loaded = replace(loaded, recipe=recipe)
         check_environment(loaded.recipe)
-        loaded, start, tell = _with_rows(loaded, data), Start(offline=offline), LinePrinter(1)
+        loaded, start, tell = _with_rows(loaded, data, overrides), Start(offline=offline), LinePrinter(1)
         tell_notices(tell, *loaded.notices)
         place = check_sources(loaded, start, tell, source)
         asked = ask_on_cards_worth_using(loaded, tell, found_config(place))
@@ -138,14 +141,20 @@ def opened_target(
         yield loaded, source or fetch_model(loaded, start, tell, place), asked, folder_of
 
 
-def _with_rows(loaded: LoadedRecipe, path: str) -> LoadedRecipe:
-    """The recipe with the rows of `path` alone: as its entry of that path reads them, else as its first entry does."""
+def _with_rows(loaded: LoadedRecipe, path: str, overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe with the rows of `path` alone: as its entry of that place reads them, else as its first entry does,
+    whose configuration, split and pairs are other rows' own unless an override says how to read these."""
     from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 
+    def place_of(name: str) -> str:
+        return next((str(one.resolve()) for one in tried_paths(name, loaded.folder) if one.exists()), name)
+
     recipe, plain = loaded.recipe, DatasetConfig(path=path)
-    first = replace(recipe.datasets[0], path=path, name=plain.name, split=plain.split)
-    entry = next((one for one in (*recipe.datasets, *recipe.eval_datasets) if one.path == path), first)
-    if recipe.scores_answers:  # their own rows are pairs
+    first, place = replace(recipe.datasets[0], path=path), place_of(path)
+    if not (is_said := any(re.match(r"[~+]*datasets\b", word) for word in overrides)):
+        first = replace(first, name=plain.name, split=plain.split)
+    entry = next((one for one in (*recipe.datasets, *recipe.eval_datasets) if place_of(one.path) == place), first)
+    if recipe.scores_answers and not is_said:
         entry = replace(entry, type=plain.type, columns=plain.columns)
     alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
     return replace(loaded, recipe=replace(recipe, datasets=(entry,), objective=Recipe.objective, **alone))

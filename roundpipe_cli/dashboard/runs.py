@@ -15,7 +15,7 @@ from typing import Any
 from roundpipe_cli import events
 from roundpipe_cli.dashboard.html import STEPS, Series, curves, document, figures, read_report, smoothed
 from roundpipe_cli.dashboard.replay import GrowingFile, RunFiles
-from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
+from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, HEADER_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.units import counted, format_loss
 
 MAX_DEPTH = 4
@@ -60,7 +60,8 @@ class RunSummary:
 
 
 def find_folders(folder: Path, unreadable: Callable[[OSError], object]) -> Iterator[Path]:
-    """Folders at and below `folder` that may hold a run, sorted; links, hidden folders and runs are not entered.
+    """Folders at and below `folder` that may hold a run, sorted; links, hidden folders and runs are not entered. One
+    that holds scores is none.
 
     Args:
         unreadable: is told of each folder that cannot be listed.
@@ -68,6 +69,8 @@ def find_folders(folder: Path, unreadable: Callable[[OSError], object]) -> Itera
     for place, names, files in os.walk(folder, onerror=unreadable):
         depth = len(Path(place).relative_to(folder).parts)
         inside = {METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME} & set(files)
+        if inside == {LOCK_NAME} and HEADER_NAME in files:
+            continue
         if inside:
             yield Path(place)
         is_deep = bool(inside) or depth >= MAX_DEPTH

@@ -151,7 +151,7 @@ ANSWER_FORMS = ("messages", "response", "conversations", "answer", "output", "co
 """Endings of the columns that hold an answer of a pair: `chosen_messages`, `rejected-response`."""
 REJECTED = re.compile(rf"rejected([_-]({'|'.join(ANSWER_FORMS)}))?")
 CHOSEN = re.compile(rf"chosen([_-]({'|'.join(ANSWER_FORMS)}))?")
-PAIR_HINT = f"write `objective: {either(objectives_of('pair'))}`"
+PAIR_HINT = f"write `objective: {either(objectives_of('pair'))}`, or read one answer: `columns: {{completion: chosen}}`"
 THOUGHTS = r"reasoning(_content)?|thinking|thoughts?|think|cot|chain_of_thought"
 KTO_HINT = f"write `objective: {either(objectives_of('labelled'))}`, or delete the column to train all rows alike"
 TOKENS_HINT = "give the texts or messages that the tokens were made of"

@@ -33,8 +33,8 @@ from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.batching import RowBatch
 from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
-from roundpipe_cli.errors import NotFiniteError, Problem, RecipeError
-from roundpipe_cli.events import Notice, Phase, Tell, tell_notices
+from roundpipe_cli.errors import NotFiniteError, Problem, RecipeError, RefusedError
+from roundpipe_cli.events import HEADER_NAME, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import append_line, require_free_bytes, sha256_of, write_atomically
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.files.source import ModelSource
@@ -54,7 +54,7 @@ from roundpipe_cli.train.prepare.trainable import start_folder
 from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.units import counted, format_bytes, format_seconds
 
-HEADER_NAME, LINES_NAME = "header.json", "scores.jsonl"
+LINES_NAME = "scores.jsonl"
 STATES = ("data_hash", "tokenizer_hash", "model_hash", "config_hash", "start_hash", "fused", "computed_by")
 """Keys of a checkpoint's `run_state`."""
 SETTINGS = (
@@ -116,7 +116,7 @@ def scored_windows(
                 if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
                     told_s, per_s = now_s, done / (now_s - began_s)
                     left = format_seconds(max(1, round((total - done) / per_s)))
-                    tell(Phase(f"scored {done} of {total} tokens, {per_s:.0f} tokens/s, {left} left"))
+                    tell(Phase(f"scored {done:,} of {counted(total, 'token')}, {per_s:.0f} tokens/s, {left} left"))
             yield sorted(found, key=lambda one: one[0])
 
 
@@ -128,7 +128,8 @@ def prepare_to_score(
     if (start := start_folder(loaded)) is not None:
         same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
         tell_notices(tell, same(start, setup.source, allowed=allowed))
-        setup.start_hash = sha256_of(start / ADAPTER_WEIGHTS)
+        both = setup.start_hash + sha256_of(start / ADAPTER_WEIGHTS)  # its configuration, and the weights
+        setup.start_hash = hashlib.sha256(both.encode()).hexdigest()
     return setup
 
 
@@ -191,11 +192,13 @@ class ScoreFolder:
 
     def _check_header(self, tell: Tell) -> None:
         path, new = self._folder / HEADER_NAME, json.loads(json.dumps(self._header()))
-        if not path.exists():
+        if not (path.exists() or self._lines.exists()):
             write_atomically(path, json.dumps(new, indent=1).encode() + b"\n")
             return
-        old = read_values(path)
-        what, hint = "the folder holds scores of something else", f"--to another folder, or remove {self._folder}"
+        old, hint = read_values(path), f"--to another folder, or remove {self._folder}"
+        if "format" not in old:
+            raise RefusedError("nothing tells what the scores in this folder are of", where=str(path), hint=hint)
+        what = "the folder holds scores of something else"
         changed = [key for key in {**old, **new} if key not in TOLD_ONLY and old.get(key) != new.get(key)]
         if changed:
             texts = [(key, short_json(new.get(key)), short_json(old.get(key))) for key in changed]

@@ -201,3 +201,43 @@ def test_a_result_of_another_program_is_told_the_way(trained: Path) -> None:
     done = run(trained, "score", "recipe.yaml", "held.jsonl", "lora.start_from=foreign", "--json", "--to", "theirs")
     done.expect(0)
     assert json.loads(done.out)["loss"] == pytest.approx(loss_of(trained / "scores"), rel=1e-6)
+
+
+def test_a_header_is_asked_wherever_there_are_scores(trained: Path) -> None:
+    """Lines that nothing describes could be of other rows or weights."""
+    folder = trained / "headless"
+    shutil.copytree(trained / "scores", folder)
+    for text in ('{"form', "[]", None):
+        (folder / "header.json").unlink(missing_ok=True)
+        if text is not None:
+            (folder / "header.json").write_text(text)
+        before = own_files(folder)
+        done = score(trained, "out", *TABLES, to="headless").expect(2)
+        assert done.err.count("error:") == 1 and "what the scores in this folder are of" in done.err
+        assert own_files(folder) == before
+
+
+def test_rows_are_read_as_the_recipe_says_for_their_place(trained: Path) -> None:
+    """However its path is written; a key of `datasets` among the overrides is meant for these rows."""
+    for name, answers in (("qa", {"reply_b": "So."}), ("pairs", {"chosen": "Yes", "rejected": "No"})):
+        (trained / f"{name}.jsonl").write_text(json.dumps({"part_a": "Why?", **answers}) + "\n")
+    entries = "[{path: rows.jsonl}, {path: qa.jsonl, columns: {prompt: part_a, completion: reply_b}}]"
+    losses = set()
+    for name in ("qa.jsonl", "./qa.jsonl", str(trained / "qa.jsonl")):
+        done = run(trained, "score", "recipe.yaml", name, f"datasets={entries}", "--to", "qa", "--json").expect(0)
+        losses.add(json.loads(done.out)["loss"])
+    assert len(losses) == 1
+    done = run(trained, "score", "recipe.yaml", "held.jsonl", "datasets.0.split=train[:3]", "--json", "--to", "three")
+    assert json.loads(done.expect(0).out)["rows"] == 3
+    words = ["score", "recipe.yaml", "pairs.jsonl", "objective=dpo"]
+    assert "columns: {completion: chosen}" in run(trained, *words).expect(2).err
+    columns = "datasets.0.columns={prompt: part_a, completion: chosen}"
+    run(trained, *words, columns, "--to", "chosen").expect(0)
+    done = run(trained, "score", "recipe.yaml", "qa.jsonl", "--base", "elsewhere").expect(2)
+    assert "--base is the base model of a result" in done.err
+
+
+def test_a_folder_of_scores_is_no_run(trained: Path) -> None:
+    found = json.loads(run(trained, "runs", "--json").expect(0).out)["runs"]
+    assert (trained / "scores" / ".roundpipe.lock").exists() and "out" in {one["folder"] for one in found}
+    assert not [one["folder"] for one in found if "steps" not in one or "scores" in one["folder"]]

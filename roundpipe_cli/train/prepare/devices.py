@@ -34,7 +34,7 @@ def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str |
             return tuple(f"cuda:{index}" for index in range(found)), None
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         which = "no GPU found" if hidden is None else f"no GPU found (CUDA_VISIBLE_DEVICES is {hidden or 'empty'})"
-        return ("cpu", "cpu"), f"{which}: training on two CPU workers (pipeline.devices=[cpu,cpu])"
+        return ("cpu", "cpu"), f"{which}: computing on two CPU workers (pipeline.devices=[cpu,cpu])"
     assert not isinstance(devices, str), "checked by the recipe"
     available = cuda.num_devices()
     for device in devices:

@@ -450,7 +450,7 @@ def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, dev
     trained = sum(place.num_elements for layout in layouts for place in layout.trainable)
     return (
         f"model: {config.model_type}, {len(layouts) - 2} blocks, {format_count(total)} parameters, "
-        f"{format_count(trained)} trained ({recipe.method}, {recipe.dtype}) on {', '.join(devices)}"
+        f"{format_count(trained)} trainable ({recipe.method}, {recipe.dtype}) on {', '.join(devices)}"
     )
 
 
