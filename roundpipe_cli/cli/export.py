@@ -392,6 +392,7 @@ def _make_of_checkpoint(
     load_libraries()
     import torch
 
+    from roundpipe_cli.train.checkpoint.output_dir import whole_folder
     from roundpipe_cli.train.checkpoint.reading import load_newest
     from roundpipe_cli.train.result.finish import write_checkpoint_result
 
@@ -402,8 +403,8 @@ def _make_of_checkpoint(
     revision = loaded.meta.get("model_commit") or recipe.get("revision")
     source = _resolve_base(run, base, recipe["model"], revision, offline=offline)
     result = folder / f"{run.absolute().name}-{loaded.folder.name}"
-    with torch.no_grad():
-        write_checkpoint_result(loaded, source, result)
+    with torch.no_grad(), whole_folder(result, "the result of the checkpoint") as made:
+        write_checkpoint_result(loaded, source, made)
     return result, source
 
 

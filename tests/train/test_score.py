@@ -155,6 +155,8 @@ def test_a_full_disk_keeps_what_is_finished(trained: Path) -> None:
     assert "run the command again" in done.err and "with --to on another disk" in done.err
     assert "--resume" not in done.err and 0 < num_lines(trained / "full" / "scores.jsonl") < NUM_ROWS
     score(trained, "out", to="full").expect(0)
+    done = score(trained, "out/step-4", to="of-step", before=partial(limited, 2000)).expect(5)
+    assert "could not write the result of the checkpoint" in done.err
     assert lines(trained / "full") == lines(trained / "scores")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from roundpipe_cli.data.templates import find_template
@@ -135,7 +138,8 @@ def _fill(setup: Setup, folder: Path) -> None:
 
 def _write_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], base: TrainedOn, folder: Path) -> None:
     """The library's file is written again with more in its header, and its tensors in one order."""
-    save_adapter(peft_model, masters, folder)
+    with _errors_of_the_system():
+        save_adapter(peft_model, masters, folder)
     path = folder / ADAPTER_WEIGHTS
     with safe_open(str(path), framework="pt") as file:
         tensors = [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
@@ -146,8 +150,19 @@ def _write_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], base: T
 
 
 def _write_model(model: Any, weights: Mapping[str, torch.Tensor], base_files: BaseFiles, folder: Path) -> None:
-    save_model(model, weights, folder)
+    with _errors_of_the_system():
+        save_model(model, weights, folder)
     write_files(base_files.contents(model, model.dtype), folder)
+
+
+@contextlib.contextmanager
+def _errors_of_the_system() -> Iterator[None]:
+    """A block in which a write that fails is an OSError, of which the library only keeps the text."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else error from error
 
 
 def _synced(folder: Path) -> list[Path]:
