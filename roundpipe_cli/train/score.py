@@ -170,7 +170,8 @@ class ScoreFolder:
                     self._write(found)
         lines = [json.loads(line) for line in self._lines.read_bytes().splitlines()]
         tokens = sum(line["tokens"] for line in lines)
-        loss = math.fsum(line["loss"] * line["tokens"] for line in lines) / tokens
+        units = [line.get("weight", line["tokens"]) for line in lines]
+        loss = math.fsum(line["loss"] * number for line, number in zip(lines, units, strict=True)) / math.fsum(units)
         return {"rows": len(lines), "tokens": tokens, "loss": loss, "perplexity": perplexity(loss)}
 
     def _header(self) -> dict[str, Any]:
@@ -223,11 +224,15 @@ class ScoreFolder:
         dataset, lines = self._setup.dataset, list[dict[str, Any]]()
         for index, scores in found:
             row = dataset.rows[index]
-            where, loss = dataset.where(row.row_id), -float(scores["log_probabilities"].mean(dtype=np.float64))
+            weights = None if row.weights is None else row.weights[scores["positions"]].astype(np.float64)
+            loss = -float(np.average(scores["log_probabilities"].astype(np.float64), weights=weights))
+            where = dataset.where(row.row_id)
             if not math.isfinite(loss):
                 raise NotFiniteError("the loss of a row is not finite", where=where, found=f"loss {loss}")
             line = {"row": index, "where": where, "digest": row_digest(row), "loss": loss}
             lines.append({**line, "tokens": len(scores["tokens"])})
+            if weights is not None:
+                lines[-1]["weight"] = weights.sum()
         if self._top_k is not None:
             table: dict[str, Any] = {name: [line[name] for line in lines] for name in ("row", "digest")}
             for name in filter(found[0][1].__contains__, TYPES):

@@ -243,3 +243,17 @@ def test_a_folder_of_scores_is_no_run(trained: Path) -> None:
     found = json.loads(run(trained, "runs", "--json").expect(0).out)["runs"]
     assert (trained / "scores" / ".roundpipe.lock").exists() and "out" in {one["folder"] for one in found}
     assert not [one["folder"] for one in found if "steps" not in one or "scores" in one["folder"]]
+
+
+def test_weights_of_rows_count_as_in_an_evaluation(trained: Path) -> None:
+    rows = [json.loads(line) for line in (trained / "held.jsonl").read_text().splitlines()[:6]]
+    weighted = [{**row, "weight": 0.5 + number} for number, row in enumerate(rows)]
+    (trained / "weighted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in weighted))
+    finetune(trained, "eval_datasets=[{path: weighted.jsonl}]", "output_dir=weighted", "max_steps=2").expect(0)
+    done = run(trained, "score", "weighted", "weighted.jsonl", "--json").expect(0)
+    [last] = map(json.loads, (trained / "weighted" / "eval.jsonl").read_text().splitlines())
+    assert json.loads(done.out)["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    found = lines(trained / "weighted" / "scores-weighted")
+    assert [line["weight"] / line["tokens"] for line in found] == pytest.approx([0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
+    mean = sum(line["loss"] * line["tokens"] for line in found) / sum(line["tokens"] for line in found)
+    assert mean != pytest.approx(last["loss"], rel=1e-6), "the weights make a difference"
