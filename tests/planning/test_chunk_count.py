@@ -100,7 +100,7 @@ def test_rows_that_fit_stay_whole() -> None:
 
 
 EXCLUDED = {
-    "objective=dpo": "objective: pairs are compared as a whole",
+    "objective=dpo": "objective: answers are compared as a whole",
     "neftune_noise_alpha=5": "neftune_noise_alpha: its noise",
     "pipeline.keep_activations=2": "pipeline.keep_activations: activations of chunks",
     "pipeline.schedule=1f1b": "pipeline.schedule: all chunks go forward",

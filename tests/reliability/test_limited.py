@@ -103,6 +103,6 @@ def test_no_template_is_rendered_outside_a_child() -> None:
     names = re.compile(r"apply_chat_template\(|environment\.from_string\(|ChatTemplate\(")
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if names.search(path.read_text())}
     assert callers == {
-        *("data/chat.py", "data/lengths.py", "data/row_chunks.py"),
+        *("data/chat.py", "data/row_chunks.py"),
         *("train/prepare/base_files.py", "train/result/generate.py", "train/result/ollama.py"),
     }

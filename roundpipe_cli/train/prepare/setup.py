@@ -200,18 +200,18 @@ def prepare(
         ResourceError: not enough host memory (exit code 5).
     """
     settle_heap()
-    loaded = _with_microbatches(loaded, tell, smallest, asked)
     recipe = loaded.recipe
     if recipe.packed_as is not None and PACKED_FORMATS[recipe.packed_as].needs_bitsandbytes:
         require_bitsandbytes(f"{PACKED_FORMATS[recipe.packed_as].key}: true")
     source = source or resolve_model(
         recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline, tell=tell
     )
+    config, base_files = config_and_files(source, recipe, tell)
+    loaded = _with_microbatches(loaded, tell, smallest, asked)  # which may build the model: its type is known now
     stored, packed_as = formats = _formats(source, recipe, tell)
     fingerprint = Fingerprint(source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
-    config, base_files = config_and_files(source, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     if source.gguf_file is None and (untied := untie_stored(model, source.folder)):
         tell(Notice(untied))
