@@ -138,7 +138,7 @@ KEPT_FOR: Mapping[str, str] = {
     "axolotl's lora_model_dir, LLaMA-Factory's adapter_name_or_path": "lora.start_from",
     "axolotl's unfrozen_parameters, turned round": "frozen_parameters",
     "axolotl's test_datasets, LLaMA-Factory's eval_dataset": "eval_datasets",
-    "axolotl's datasets have it": "datasets[].split datasets[].roles_to_train datasets[].train_on_eos",
+    "axolotl's datasets have it": "datasets[].roles_to_train datasets[].train_on_eos",
     "LLaMA-Factory's mask_history": "datasets[].turns_to_train",
     "rows as TRL, axolotl or LLaMA-Factory join them": "datasets[].as_chat datasets[].alpaca_join",
     "what becomes of thoughts and plain texts is a choice about rows that nothing else makes": """

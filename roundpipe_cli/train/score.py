@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -209,7 +209,7 @@ class ScoreFolder:
     def _cut_off(self, tell: Tell) -> None:
         """Find the windows that are finished, and cut off the lines behind them."""
         lines = self._lines.read_bytes().splitlines(keepends=True) if self._lines.exists() else []
-        num_whole = sum(line.endswith(b"\n") for line in lines)
+        num_whole = next((number for number, line in enumerate(lines) if not _is_of(line, number)), len(lines))
         while self._left and self._done + (size := sum(map(len, self._left[0]))) <= num_whole:
             if self._top_k is not None and not self._table().is_file():
                 break
@@ -245,6 +245,13 @@ class ScoreFolder:
 
     def _table(self) -> Path:
         return self._folder / f"tokens-{self._done:09d}.parquet"
+
+
+def _is_of(line: bytes, row: int) -> bool:
+    """Whether a line is whole and that of a row: a kill leaves torn ones, an editor or a failing disk any."""
+    with suppress(ValueError, TypeError, KeyError):
+        return line.endswith(b"\n") and json.loads(line)["row"] == row
+    return False
 
 
 def row_digest(row: Row) -> str:

@@ -136,10 +136,11 @@ def test_killed_anywhere_it_continues_to_the_same_files(trained: Path) -> None:
     running.kill()
     running.finish()
     whole, tables = want["scores.jsonl"], sorted(name for name in want if name.startswith("tokens-"))
-    for cut, gone in ((len(whole) // 2, tables[-1:]), (7, []), (len(whole) - 1, tables[2:3])):
+    torn = (whole[: len(whole) // 2], tables[-1:]), (whole[:7], []), (whole[:-1], tables[2:3]), (b"x" + whole[1:], [])
+    for content, gone in torn:
         done = score(trained, "out", *TABLES, to="killed").expect(0)
         assert own_files(trained / "killed") == want and "rows were scored before" in done.err
-        lines_path.write_bytes(whole[:cut])
+        lines_path.write_bytes(content)
         for name in gone:
             (trained / "killed" / name).unlink()
         (trained / "killed" / f".tmp-{tables[0]}-1234").write_text("torn")
