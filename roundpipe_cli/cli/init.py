@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from roundpipe_cli.choices import OBJECTIVES, SCORING_OBJECTIVES
+from roundpipe_cli.choices import OBJECTIVES, objectives_of
 from roundpipe_cli.units import either
 
 
@@ -23,7 +23,7 @@ def init(
     objective: Annotated[
         str | None,
         typer.Option(
-            help=f"{either(OBJECTIVES)}.", show_default=f"{SCORING_OBJECTIVES[0]} for preference pairs, else sft"
+            help=f"{either(OBJECTIVES)}.", show_default=f"{objectives_of('pair')[0]} for preference pairs, else sft"
         ),
     ] = None,
     columns: Annotated[

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.solve import Change, Solution
     from roundpipe_cli.planning.what_if import Combination
     from roundpipe_cli.recipe.load import LoadedRecipe
-    from roundpipe_cli.train.run_length import RunLength
+    from roundpipe_cli.train.run_length import Forecast, RunLength
 
 
 # The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
@@ -76,29 +76,25 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         *rest,
         *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith((SLOW_NOTE, NOT_USED))),
-        *_cost_lines(answer, length),
+        *_cost_lines(answer, length, time),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
         *(f"  faster          {change.what}" for change in (found or ()) if summary.word == "FITS"),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]
 
 
-def _cost_lines(answer: Plan, length: RunLength) -> list[str]:
+def _cost_lines(answer: Plan, length: RunLength, time: Forecast) -> list[str]:
     """A line with the cost of the run and of a billion tokens; none where the machine has no price."""
-    run, each = cost_of_run(answer, length), answer.dollars_per_billion_tokens
+    run, each = cost_of_run(answer, length, time), answer.dollars_per_billion_tokens
     of_run = "" if run is None else f"${run:,.2f} for the run, "
     at = f"at ${answer.question.hardware.price} an hour"
     return [] if each is None else [f"  cost            {of_run}${each:,.0f} for a billion tokens, {at}"]
 
 
-def cost_of_run(answer: Plan, length: RunLength) -> float | None:
+def cost_of_run(answer: Plan, length: RunLength, time: Forecast | None) -> float | None:
     """Dollars; None where the price or the number of steps is not known."""
-    from roundpipe_cli.train.run_length import forecast
-
     price = answer.question.hardware.price
-    if price is None or length.steps is None:
-        return None
-    return price / 3600 * length.steps * forecast(answer, length).step_s
+    return None if price is None or length.steps is None or time is None else price / 3600 * length.steps * time.step_s
 
 
 def _launches(answer: Plan) -> str:
@@ -300,6 +296,8 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
     from roundpipe_cli.train.run_length import forecast, left_to_resume, run_length
 
     verdict, summary, length = answer.verdict, summary_of(answer), run_length(answer)
+    rest, is_priced = left_to_resume(answer, length), answer.question.hardware.price is not None
+    time = forecast(answer, length) if is_priced or rest is not None else None
     document: dict[str, Any] = {
         "verdict": summary.word,
         "verdict_reasons": list(summary.reasons),
@@ -327,12 +325,12 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "tokens_per_s_range": list(answer.tokens_per_s_range),
             "range_rests_on": answer.band.why,
             "dollars_per_billion_tokens": answer.dollars_per_billion_tokens,
-            "dollars_of_run": cost_of_run(answer, length),
+            "dollars_of_run": cost_of_run(answer, length, time),
         },
         "assumptions": _assumptions(answer, length),
     }
-    if (rest := left_to_resume(answer, length)) is not None:
-        seconds = rest[1] * forecast(answer, length).step_s
+    if rest is not None and time is not None:
+        seconds = rest[1] * time.step_s
         document["resume"] = {"checkpoint": str(rest[0]), "steps": rest[1], "seconds": seconds}
     if found or summary.word != "FITS":
         document["remedies"] = [_change_document(change) for change in found]

@@ -25,6 +25,8 @@ from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.block_work import (
     ACCUMULATED_BYTES,
     EXACT_BYTES,
+    MAX_FLASH_WIDTH,
+    PACKED_FLASH_WIDTHS,
     PassWork,
     Tally,
     block_work,
@@ -82,8 +84,6 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
     return activations + chunk_buffer_bytes(architecture, settings)
 
 
-MAX_FLASH_WIDTH = 256
-"""The widest heads that flash attention takes."""
 MULTIPROCESSORS = 170
 """Multiprocessors of the largest consumer card; others have fewer."""
 ORDERED_BACKWARD = 1.61
@@ -296,7 +296,7 @@ def _has_flash_chunks(architecture: Architecture, settings: TrainingSettings, ha
     """Whether chunks attend without a mask, as `model/attention.py` has it where its try at start succeeds."""
     is_asked = settings.sequence_chunks > 1 and settings.fused and settings.dtype != "float32"
     is_plain = not architecture.has_sinks and not architecture.keeps_scores and not architecture.masks_chunks
-    fits = architecture.head_dim <= MAX_FLASH_WIDTH and architecture.head_dim % 8 == 0
+    fits = architecture.head_dim <= MAX_FLASH_WIDTH and architecture.head_dim % PACKED_FLASH_WIDTHS == 0
     return is_asked and is_plain and fits and all(one.has_bfloat16 and not one.is_cpu for one in hardware.devices)
 
 

@@ -508,8 +508,12 @@ def has_mask(architecture: Architecture, block: Block, max_seq_length: int) -> b
     return architecture.has_sinks or (block.window is not None and block.window <= max_seq_length)
 
 
-QUERY_BLOCK = 256
-"""Least queries of a block in a row that is longer than its window: `model/attention.py`."""
+MAX_FLASH_WIDTH = 256
+"""The widest heads that flash attention takes."""
+PACKED_FLASH_WIDTHS = 8
+"""Widths of heads are multiples of this for rows of other lengths; torch pads heads for the usual kernel only."""
+BLOCK_TOKENS = 256
+"""Least queries of a block in a row that is longer than its window."""
 
 
 def is_masked(architecture: Architecture, block: Block, settings: TrainingSettings) -> bool:
@@ -525,7 +529,7 @@ def masked_keys(block: Block, settings: TrainingSettings) -> tuple[float, float]
     length, times = settings.max_seq_length, settings.sequence_chunks
     if times == 1 or block.window is None or not settings.fused:
         return length, times
-    queries = min(max(block.window, QUERY_BLOCK), length / times)
+    queries = min(max(block.window, BLOCK_TOKENS), length / times)
     seen = min(queries + block.window, length)
     return seen, seen / queries
 

@@ -231,7 +231,7 @@ class TokenizedRows(Sequence[Row]):
         labels = np.where(weights, input_ids, np.int32(IGNORED_LABEL))
         labels.flags.writeable = False
         row_id = int(self._first_ids[source] + self._places[source][place, 0])
-        return Row(row_id, input_ids, labels, None if np.isin(weights, (0, 1)).all() else weights)
+        return Row(row_id, input_ids, labels, None if np.array_equal(weights, weights != 0) else weights)
 
     @property
     def numbers(self) -> list[Rows]:

@@ -103,6 +103,7 @@ class Worker:
         self.index = self.runner.layers.worker = index
 
     def begin_part(self, part: WorkerPart) -> None:
+        """Take up the worker's part of a step: slots for its weights, the start by the device's clock."""
         context = part.context
         if self._part is not None:  # of a step in which the device failed, as it seemed
             self.reset()
@@ -120,6 +121,7 @@ class Worker:
         return self.backend.worker_thread()
 
     def run(self, op: Op, ready: Sequence[DeviceEvent], late: Sequence[DeviceEvent]) -> DeviceEvent:
+        """Issue one operation behind these events; the event at which the device has carried it out."""
         context, step, backend = self.part.context, self.part.step, self.backend
         for event in (*ready, *late):
             backend.wait(event)
@@ -186,6 +188,7 @@ class Worker:
         self.runner.reset()
 
     def where(self, op: Op, *, weights: bool) -> str:
+        """Words for an error: stage, layer and microbatch of an operation; `weights`: while its weights arrive."""
         context = self.part.context
         schedule = context.program.schedule
         layers = stage_layers(schedule, op)

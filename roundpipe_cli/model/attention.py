@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from roundpipe_cli.costs.block_work import BLOCK_TOKENS, MAX_FLASH_WIDTH, PACKED_FLASH_WIDTHS
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.packages import FAST_KERNELS
 
@@ -43,10 +44,6 @@ from roundpipe_cli.packages import FAST_KERNELS
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability from which cards have flash attention."""
-MAX_FLASH_WIDTH = 256
-"""The widest heads that it takes."""
-PACKED_FLASH_WIDTHS = 8
-"""Widths of heads are multiples of this for rows of other lengths; torch pads heads for the usual kernel only."""
 _least_capability: tuple[int, int] | None = None
 """Compute capability of the cards of this process's run; None: it runs on none."""
 
@@ -86,8 +83,6 @@ def has_flash(dtype: torch.dtype) -> bool:
 
 NAME, EAGER = "sdpa", "eager"
 """Implementations in transformers' registries: the one that reads `PackedRows`, and the one that keeps all scores."""
-BLOCK_TOKENS = 256
-"""Least queries of a block in a row that is longer than its window."""
 _now = threading.local()
 
 

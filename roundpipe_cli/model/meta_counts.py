@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.costs.block_work import MAX_FLASH_WIDTH
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.library_names import version
@@ -164,7 +165,7 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
 
 def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
     """Whole numbers of the language model's configuration; the largest of a list."""
-    from roundpipe_cli.model.attention import EAGER, MAX_FLASH_WIDTH  # late: it loads torch
+    from roundpipe_cli.model.attention import EAGER  # late: it loads torch
 
     figures: dict[str, Any] = {"model_type": str(getattr(text, "model_type", "") or model.config.model_type)}
     places = (text, _attribute(text, "ffn_config"))  # dbrx has its experts there

@@ -37,7 +37,7 @@ from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, has_room, judg
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
-from roundpipe_cli.schedule.simulate import host_memory_s, simulate_program, simulated_ends
+from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline
 from roundpipe_cli.units import counted, format_bytes, format_seconds
 
@@ -91,13 +91,12 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     rounds, full = _rounds(question, cut), _num_simulated(question, cut)
     program = _program(question, cut, full)
     one = simulated_ends(program, costs)
-    busy, step_s, num_bytes = sum(one.busy_s), one.makespan_s, _link_bytes(program)
-    host_s = host_memory_s(program, costs)[1]
+    busy, step_s, num_bytes, host_s = sum(one.busy_s), one.makespan_s, _link_bytes(program), one.host_memory_s
     if full < wanted:
         shorter, growth = _program(question, cut, full - 2 * rounds), (wanted - full) / (2 * rounds)
         fewer = simulated_ends(shorter, costs)
         step_s, busy = step_s + growth * (one.makespan_s - fewer.makespan_s), busy * wanted / full
-        host_s += growth * (host_s - host_memory_s(shorter, costs)[1])
+        host_s += growth * (host_s - fewer.host_memory_s)
         num_bytes = [
             int(most + growth * (most - less)) for most, less in zip(num_bytes, _link_bytes(shorter), strict=True)
         ]

@@ -63,6 +63,8 @@ class Ends:
     """Per worker."""
     links_s: float
     """Time in which the host's memory could serve what all links carry; 0 where its rate is unknown."""
+    host_memory_s: float
+    """That time with the host's own work in it."""
 
 
 def host_s(op: Op, costs: CostModel) -> float:
@@ -90,7 +92,7 @@ def simulated_ends(program: Program, costs: CostModel) -> Ends:
     run.go()
     links_s, least_s = host_memory_s(program, costs)
     makespan_s = max(run.makespan_s(updates_overlap=program.staleness == 1), least_s)
-    return Ends(makespan_s, run.busy_s(), links_s)
+    return Ends(makespan_s, run.busy_s(), links_s, least_s)
 
 
 def simulate_program(program: Program, costs: CostModel) -> Timeline:

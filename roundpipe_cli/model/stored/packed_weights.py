@@ -29,7 +29,7 @@ from torch import nn
 
 from roundpipe_cli.choices import PACKED_FORMATS, UNPACKED_AT_ONCE, WEIGHTS_PER_SCALE, PackedName
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.kernels.unpack_codes import code_values, unpack_codes
+from roundpipe_cli.kernels.unpack_codes import E8M0_BIAS, FP4_VALUES, code_values, unpack_codes
 from roundpipe_cli.model.stored.scaled_floats import grid_shape, unpack_blocks, unpack_mxfp4
 from roundpipe_cli.model.stored.tensors import FINITE_CHECK_ELEMENTS, check_finite
 
@@ -282,7 +282,7 @@ class PackedWeight:
     def check_finite(self, dtype: torch.dtype, where: str) -> None:
         """As `check_finite` of the unpacked weight, which is unpacked only where codes and scales do not tell."""
         if self.kind == "mxfp4":
-            largest = 6 * torch.exp2(self.scales.amax().double() - 127)
+            largest = FP4_VALUES[-1] * torch.exp2(self.scales.amax().double() - E8M0_BIAS)
         else:
             largest = LARGEST_E4M3 * self.scales.double().abs().amax()
         parts = self.codes.flatten().split(FINITE_CHECK_ELEMENTS) if self.kind == "fp8_blocks" else ()

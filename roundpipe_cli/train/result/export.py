@@ -614,10 +614,8 @@ def _add_extras(
     generation = json.loads(settings.read_bytes()) if settings.exists() else {}
     if gguf and source is not None:
         weights, adapter = str(source.folder.absolute() / (source.gguf_file or "")), f"./{ADAPTER_GGUF}"
-        generation, tokenizer = (
-            read_base_files(source, load_config(source)).generation,
-            tokenizer or load_tokenizer(source),
-        )
+        generation = read_base_files(source, load_config(source)).generation
+        tokenizer = tokenizer or load_tokenizer(source)
         write_adapter_gguf(result, source, folder / ADAPTER_GGUF)
     if whole or adapter is not None:
         text, has_template = modelfile(tokenizer, weights, generation, adapter)
