@@ -64,7 +64,7 @@ class Ends:
     links_s: float
     """Time in which the host's memory could serve what all links carry; 0 where its rate is unknown."""
     host_memory_s: float
-    """That time with the host's own work in it."""
+    """Time in which the host's memory could serve the links and the host's own work together."""
 
 
 def host_s(op: Op, costs: CostModel) -> float:
