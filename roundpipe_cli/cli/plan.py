@@ -91,10 +91,10 @@ def _cost_lines(answer: Plan, length: RunLength, time: Forecast) -> list[str]:
     return [] if each is None else [f"  cost            {of_run}${each:,.0f} for a billion tokens, {at}"]
 
 
-def cost_of_run(answer: Plan, length: RunLength, time: Forecast | None) -> float | None:
+def cost_of_run(answer: Plan, length: RunLength, time: Forecast) -> float | None:
     """Dollars; None where the price or the number of steps is not known."""
     price = answer.question.hardware.price
-    return None if price is None or length.steps is None or time is None else price / 3600 * length.steps * time.step_s
+    return None if price is None or length.steps is None else price / 3600 * length.steps * time.step_s
 
 
 def _launches(answer: Plan) -> str:
@@ -296,8 +296,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
     from roundpipe_cli.train.run_length import forecast, left_to_resume, run_length
 
     verdict, summary, length = answer.verdict, summary_of(answer), run_length(answer)
-    rest, is_priced = left_to_resume(answer, length), answer.question.hardware.price is not None
-    time = forecast(answer, length) if is_priced or rest is not None else None
+    rest, time = left_to_resume(answer, length), forecast(answer, length)
     document: dict[str, Any] = {
         "verdict": summary.word,
         "verdict_reasons": list(summary.reasons),
@@ -324,12 +323,14 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "step_s_range": list(answer.band.around(answer.step_s)),
             "tokens_per_s_range": list(answer.tokens_per_s_range),
             "range_rests_on": answer.band.why,
+            "run_steps": length.steps,
+            "run_s": None if length.steps is None else length.steps * time.step_s,
             "dollars_per_billion_tokens": answer.dollars_per_billion_tokens,
             "dollars_of_run": cost_of_run(answer, length, time),
         },
         "assumptions": _assumptions(answer, length),
     }
-    if rest is not None and time is not None:
+    if rest is not None:
         seconds = rest[1] * time.step_s
         document["resume"] = {"checkpoint": str(rest[0]), "steps": rest[1], "seconds": seconds}
     if found or summary.word != "FITS":

@@ -66,7 +66,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     assert list(document["predicted"]) == [
         "step_s", "arithmetic_s", "launches_s", "waiting_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes",
         "host_bytes", "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range",
-        "tokens_per_s_range", "range_rests_on", "dollars_per_billion_tokens", "dollars_of_run",
+        "tokens_per_s_range", "range_rests_on", "run_steps", "run_s", "dollars_per_billion_tokens", "dollars_of_run",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32

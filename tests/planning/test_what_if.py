@@ -150,7 +150,8 @@ def test_a_price_gives_the_cost_of_the_run_and_of_a_billion_tokens(
     assert all(row["dollars_per_billion_tokens"] * row["tokens_per_s"] == pytest.approx(2 / 3600 * 1e9) for row in rows)
     plan = priced(first.plan, None)
     predicted = plan_document(plan, None)["predicted"]
-    assert predicted["dollars_of_run"] > 0 and predicted["dollars_per_billion_tokens"] == pytest.approx(dollars)
+    assert predicted["dollars_of_run"] == pytest.approx(0.5 / 3600 * predicted["run_s"])
+    assert predicted["dollars_per_billion_tokens"] == pytest.approx(dollars)
     said = f"  cost            ${predicted['dollars_of_run']:,.2f} for the run, ${dollars:,.0f} for a billion tokens"
     assert f"{said}, at $0.5 an hour" in verdict_lines(plan)
     assert not any("cost " in line for line in verdict_lines(second.plan))
