@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,23 +63,27 @@ def stuck_pass(turns: IssueTurns, *, within_itself: bool = False) -> Iterator[No
 
 
 def test_a_pass_that_waits_for_its_device_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     monkeypatch.setattr(module, "MAX_STUCK", 2)
-    monkeypatch.setattr(module, "PAUSE_S", 0.2)
     turns = IssueTurns(stuck_s=0.02)
-    for pause_s in (0.2, 0.4):
+    for pause_s in (10.0, 20.0, 10.0):  # twice as long, unless it went well for as long as the last one
         with stuck_pass(turns):
+            now_s[0] += 1
             for _ in range(8):  # one pass, however many wait for it
                 with turns.turn():
                     assert turns.num_stuck == 1
         assert turns.are_on() and turns.notice is None
-        with stuck_pass(turns), turns.turn():
-            assert not turns.are_on() and turns.num_stuck == 0
-        off_s = time.perf_counter()
-        assert turns.notice is not None and "take no turns for" in turns.notice
+        with stuck_pass(turns):
+            now_s[0] += 1
+            with turns.turn():
+                assert not turns.are_on() and turns.num_stuck == 0
+        assert turns.notice is not None and f"take no turns for {pause_s:.0f} s" in turns.notice
         turns.notice = None
-        while not turns.are_on():
-            time.sleep(0.01)
-        assert time.perf_counter() - off_s >= pause_s - 0.1, "each pause is twice as long"
+        now_s[0] += pause_s - 0.1
+        assert not turns.are_on()
+        now_s[0] += 0.2 if pause_s < 20 else 41
+        assert turns.are_on()
 
 
 def test_slow_first_passes_of_eight_cards_do_not_end_the_turns() -> None:
