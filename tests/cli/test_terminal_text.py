@@ -31,7 +31,7 @@ import pytest
 
 from roundpipe_cli.cli.app import main
 from roundpipe_cli.cli.finetune import next_commands
-from roundpipe_cli.cli.output import UNCUT, wrapped
+from roundpipe_cli.cli.output import LEAST_WIDTH, UNCUT, terminal_width, wrapped
 from roundpipe_cli.dashboard.live import ENTER, LEAVE
 from tests.support.e2e import REPOSITORY, launch
 from tests.support.model_hub import read_hub_settings_again
@@ -141,6 +141,22 @@ def on_a_terminal(
     assert not rest and child.exitcode == code, (rest, child.exitcode, text)
     assert settings_after == settings and text.count(ENTER) == text.count(LEAVE), "the terminal is as before"
     return text.replace("\r\n", "\n")
+
+
+def test_width_is_that_of_the_stream_that_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages were cut, or not, by what stdout is: `roundpipe plan > plan.txt` says them on a terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    leader, follower = pty.openpty()
+    reader, writer = os.pipe()
+    try:
+        for columns, expected in ((97, 97), (12, LEAST_WIDTH)):
+            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            assert (terminal_width(follower), terminal_width(writer)) == (expected, None)
+        monkeypatch.setenv("COLUMNS", "55")
+        assert (terminal_width(follower), terminal_width(writer)) == (55, None)
+    finally:
+        for descriptor in (leader, follower, reader, writer):
+            os.close(descriptor)
 
 
 def take_terminal(name: str) -> None:

@@ -205,6 +205,17 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
         assert any(note.startswith(machine.NOT_USED) and why in note for note in answer.notes), answer.notes
 
 
+def test_cards_of_one_name_have_the_rates_that_each_of_them_has() -> None:
+    """The slowest link and the least memory; the mean of the times, which is no mean of rates."""
+    slow = {"products": {**RATES["products"], "float32": [[1e9, 1e13]]}, "link_bytes_per_s": 1e10}
+    both = [worker(), worker(memory_bytes=20 * 2**30, **slow), worker("other", memory_bytes=2**30)]
+    for cards in (both, both[::-1]):
+        rates = measured(*cards).rates_for(lambda name: name != "other")
+        assert rates is not None and (rates.link_bytes_per_s, rates.memory_bytes) == (1e10, 20 * 2**30)
+        assert at(rates.products["float32"], 1e9) == pytest.approx(2 / (1 / 1e13 + 1 / 2e13))
+    assert measured(*both).rates_for(lambda name: name == "none") is None
+
+
 def test_a_card_that_is_named_twice_gives_each_worker_its_part() -> None:
     whole = hardware.measured_devices(measured())[0]
     half = hardware.part_of(whole, 0.5)

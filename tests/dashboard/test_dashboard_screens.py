@@ -224,6 +224,15 @@ def test_no_colour_means_no_colour(environment: dict[str, str]) -> None:
     assert "\x1b[" in text  # bold and dim stay
 
 
+def test_a_step_tells_of_devices_that_have_no_figures_of_their_own() -> None:
+    state = fold_all(recorded_run(2, num_done=1))
+    assert state.step is not None
+    step = replace(state.step, upload_bytes=50 * 10**9, step_s=2.0, device_peak_bytes=3 << 30, tokens=12_345)
+    shown = " ".join(details(replace(state, step=step)))
+    for figure in ("upload 25.0 GB/s", "device peak 3.00 GiB", "tokens 12,345 this step"):
+        assert figure in shown, shown
+
+
 # --- lanes and curves -------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +290,7 @@ def test_a_long_curve_is_thinned_evenly() -> None:
     curve = Curve()
     for step in range(1, 50_001):
         curve = curve.with_value(step, float(step))
+        assert curve.all_points[-1][0] >= step - (curve.stride - 1) / 2, "the newest values are there"
     points = curve.all_points
     assert MAX_POINTS / 2 <= len(points) <= MAX_POINTS + 1 and points[-1][0] > 49_900
     assert all(step == pytest.approx(value) for step, value in points)

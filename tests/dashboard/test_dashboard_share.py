@@ -12,7 +12,7 @@ import pytest
 from roundpipe_cli.cli.follow import DEMO_RECIPE, recipe_and_overrides
 from roundpipe_cli.cli.watch import watch
 from roundpipe_cli.dashboard.demo import demo_events, shared_picture
-from roundpipe_cli.dashboard.html import page
+from roundpipe_cli.dashboard.html import STEPS, Series, curves, page
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Span
@@ -54,6 +54,20 @@ def test_without_a_step_there_is_no_picture() -> None:
         with pytest.raises(RefusedError, match="no step to draw yet") as caught:
             shared_picture(state, where="outputs/a")
         assert "watch --demo" in str(caught.value.problems[0].hint)
+
+
+@pytest.mark.parametrize("from_zero", [False, True])
+@pytest.mark.parametrize("values", [(0.0, 0.0), (2.0, 2.0), (-1.0, 3.0), (1e-9, 1e9), (0.0,)])
+def test_a_curve_of_any_values_lies_in_its_picture(values: tuple[float, ...], from_zero: bool) -> None:
+    """Also of a rate that is 0 in every step."""
+    series = Series(
+        "rate", [(float(step), abs(value) if from_zero else value) for step, value in enumerate(values)], "c"
+    )
+    root = xml.etree.ElementTree.fromstring(curves([series], STEPS, title="Rate", height=200, from_zero=from_zero))
+    drawn = [each for each in root.iter() if each.tag in (f"{SVG}polyline", f"{SVG}circle")]
+    pairs = [pair.split(",") for each in drawn for pair in each.get("points", "").split()]
+    places = [float(y) for _, y in pairs] or [float(each.attrib["cy"]) for each in drawn]
+    assert len(places) == len(values) and all(0 <= y <= 200 for y in places)
 
 
 def test_events_of_a_simulated_run_are_in_order_and_end_with_its_last_step() -> None:

@@ -58,6 +58,8 @@ def test_the_report_names_every_row_that_is_lost_or_cut(here: Path) -> None:
 def test_json_has_everything(here: Path) -> None:
     document = json.loads(said("data", "recipe.yaml", "--json")[0])
     assert document["rows"] == {"read": 5, "kept": 3, "bad": 1, "too_long": 2, "truncated": 2, "untrained": 1}
+    dropped = json.loads(said("data", "recipe.yaml", "long_rows=drop", "--json")[0])["rows"]
+    assert dropped == {"read": 5, "kept": 2, "bad": 1, "too_long": 2, "truncated": 0, "untrained": 0}
     assert document["packing"]["sequences"] == 2
     trained = sum(sum(label != -100 for label in sample["labels"]) for sample in document["samples"])
     assert document["tokens"] == {"total": 190, "trained": trained, "lost": 362, "trained_share": trained / 190}
