@@ -318,6 +318,15 @@ def test_two_of_one_in_a_message_are_refused() -> None:
     assert both.messages[0]["reasoning_content"] == "hm"
 
 
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_what_templates_read_of_a_message_arrives(keys: tuple[str, str]) -> None:
+    call = {"type": "function", "id": "abcdef123", "function": {"name": "add", "arguments": {"a": 1}}}
+    asks = {"reasoning_content": "Hm.", "tool_calls": [call]}
+    for role, more in (("tool", {"name": "add", "tool_call_id": "abcdef123"}), ("assistant", asks)):
+        item = {keys[0]: role, keys[1]: "3", **more}
+        assert [*read_turns([item], "messages").messages] == [{"role": role, "content": "3", **more}]
+
+
 def test_a_template_file_with_a_byte_order_mark_writes_none(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(CHATML, encoding="utf-8-sig")
     assert find_template(byte_tokenizer(), "t.jinja", tmp_path) == CHATML
