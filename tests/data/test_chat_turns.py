@@ -12,7 +12,7 @@ import pytest
 
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.messages import CALL_FORM_NOTES, Conversation
+from roundpipe_cli.data.messages import CALL_FORM_NOTES, Conversation, in_form
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
@@ -221,6 +221,10 @@ def test_calls_get_the_ids_that_a_template_asks_for() -> None:
 
 def test_what_is_said_before_calls_may_be_a_plan() -> None:
     """Command A's layout."""
+    for call in (said("So.", {"a": 1}), said("", {"a": 1}, thought="So."), said("So.", {"a": 1}, thought="Hm.")):
+        (given,) = in_form([call], ["plan"])
+        assert given["tool_plan"] == "So."
+    assert "tool_plan" not in in_form([said("", {"a": 1})], ["plan"])[0]
     assert "[[So.\n<call>" in shown(PLANS, [ASKED, said("So.", {"a": 1}), output("3"), DONE])
 
 

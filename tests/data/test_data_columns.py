@@ -14,7 +14,7 @@ import pytest
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.row_chunks import RowEncoder
-from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.rows import RawRow, delimiter_hint
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
@@ -276,6 +276,18 @@ def test_words_for_nothing_in_other_columns_are_nothing(tmp_path: Path) -> None:
     row = {"prompt": "Hi", "completion": "Yo", "tools": "null", "rejected": "nan", "label": "NA"}
     dataset = build(write_csv(tmp_path / "x.csv", row))
     assert len(dataset.rows) == 1 and dataset.report.sources[0].null_word_rows == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "word"),
+    [
+        (["a,b"], "commas"), (["a, b", "c"], None), (["a\tb", "c"], "tabs"), (["c", "a;b"], "semicolons"),
+        (["a|b"], "bars"), (["a", "b"], None),
+    ],
+)  # fmt: skip
+def test_what_may_part_columns_is_named(columns: list[str], word: str | None) -> None:
+    """Commas in one of several names part nothing: a name may have them."""
+    assert delimiter_hint(columns) is None if word is None else f"parted by {word}?" in str(delimiter_hint(columns))
 
 
 def test_unknown_columns_that_hold_a_delimiter_name_it(tmp_path: Path) -> None:

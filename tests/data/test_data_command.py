@@ -78,6 +78,26 @@ def test_json_has_everything(here: Path) -> None:
     assert {**again, "sources_from_cache": 0} == {**document, "sources_from_cache": 0}
 
 
+@pytest.mark.parametrize(
+    ("objective", "row", "expected"),
+    [
+        ("kto", {"completion": "1", "label": True}, {None}),
+        ("kto", {"completion": "1", "label": False}, {"unwanted"}),
+        ("dpo", {"chosen": "1", "rejected": "2"}, {"chosen", "rejected"}),
+    ],
+)
+def test_a_sample_says_which_answer_it_is(
+    here: Path, objective: str, row: dict[str, Any], expected: set[str | None]
+) -> None:
+    name = f"{objective}-{row.get('label')}.jsonl"
+    rows = [{"prompt": f"Say {n}", **row} for n in range(3)]
+    (here / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    words = ("data", "recipe.yaml", f"objective={objective}", "packing=false", f"datasets[0].path={name}")
+    samples = json.loads(said(*words, "--json")[0])["samples"]
+    assert {sample["answer"] for sample in samples} == expected
+    assert all(f"row, {word}" in said(*words)[0] for word in expected if word)
+
+
 @pytest.mark.parametrize("no_color", [False, True])
 def test_trained_tokens_are_green_on_a_terminal(folder: Path, no_color: bool) -> None:
     text = on_a_terminal(folder, 100, "data", "recipe.yaml", **({"NO_COLOR": "1"} if no_color else {}))

@@ -39,6 +39,16 @@ def test_first_fit_decreasing_by_hand() -> None:
     assert first_fit_decreasing(np.array([10, 10]), 10) == [[0], [1]]
 
 
+def test_sequences_that_are_not_shuffled_stay_as_first_fit_has_them() -> None:
+    lengths = np.array([3, 7, 2, 5, 6, 4, 3] * 9)
+    rows = np.arange(len(lengths))[::-1].copy()
+    expected = [tuple(rows[sorted(places)].tolist()) for places in first_fit_decreasing(lengths[rows], 10)]
+    for seed, epoch, window in ((0, 0, 0), (7, 2, 5)):
+        assert Packer(lengths, 10, seed, shuffle=False).pack(rows, epoch, window) == expected
+        shuffled = Packer(lengths, 10, seed, shuffle=True).pack(rows, epoch, window)
+        assert shuffled != expected and sorted(shuffled) == sorted(expected)
+
+
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), extra=st.integers(0, 30))
 def test_every_row_is_packed_once_and_no_sequence_overflows(lengths: list[int], extra: int) -> None:
