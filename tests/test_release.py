@@ -25,6 +25,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_device
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
+from tests.cli.test_terminal_text import said
 from tests.support.e2e import (
     STAGES_OF_TWO,
     Outcome,
@@ -341,6 +342,15 @@ def test_nothing_outside_the_folder_is_uploaded(tmp_path: Path, name: str) -> No
     os.mkfifo(folder / name)
     with pytest.raises(RefusedError, match=r"(?s)not uploaded.*a named pipe"):
         push(folder, "me/model")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [(["--temperature", "1e-9"], "temperature"), (["--dtype", "int8"], "dtype"), (["--system", "a\udcff"], "UTF-8")],
+)
+def test_generate_refuses_its_words_before_anything_is_loaded(trained: Path, words: list[str], what: str) -> None:
+    err = said("generate", str(trained / "out"), "Hi", *words, code=2)[1]
+    assert what in err and err.count("error: ") == 1 and " tokens of " not in err
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 5e-324, float("nan"), float("inf")])

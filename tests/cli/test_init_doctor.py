@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -82,14 +83,14 @@ def test_init_names_any_file_in_a_comment(here: Path, name: str) -> None:
     assert load_recipe(here / name).recipe.max_steps is None
 
 
-def conversation(folder: Path, *turns: tuple[str, str | None], code: int) -> str:
-    """What `roundpipe init` says on a terminal to answers, each given when the words before it have been said.
+def conversation(folder: Path, *turns: tuple[str, str | None], code: int, words: Sequence[str] = ()) -> str:
+    """What `roundpipe init WORDS` says on a terminal to answers, each given when the words before it have been said.
 
     Args:
         turns: (words to wait for, answer; None: no more).
     """
-    typed = [(words, "" if answer is None else f"{answer}\n") for words, answer in turns]
-    return on_a_terminal(folder, 200, "init", turns=typed, code=code, **NO_GPU)
+    typed = [(said, "" if answer is None else f"{answer}\n") for said, answer in turns]
+    return on_a_terminal(folder, 200, "init", *words, turns=typed, code=code, **NO_GPU)
 
 
 def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "qwen3-8b-2.yaml").recipe
     assert (recipe.model, recipe.datasets[0].path) == ("Qwen/Qwen3-8B", "me/rows")
     assert recipe.hardware == "8x4090,host_memory_gib=128"
+    given = ("--method", "lora", "--objective", "sft", "--columns", "text=a b", "--output", "x.yaml")
     conversation(
         tmp_path,
         ("Model", "Qwen/Qwen3-14B"),
@@ -124,6 +126,8 @@ def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
         ("a b.jsonl is not there yet", None),
         ("Hardware", "\x04"),
         ("answers so far: roundpipe init --model Qwen/Qwen3-14B --data 'my-rows/a b.jsonl'", None),
+        (f" {' '.join(given[:4])} --output x.yaml --columns 'text=a b'", None),
+        words=given,
         code=130,
     )
 

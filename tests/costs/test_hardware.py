@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from roundpipe_cli.costs.hardware import (
     pcie_bytes_per_s,
     rates_of,
 )
-from roundpipe_cli.costs.machine import HostMemory, cpu_devices, host_memory
+from roundpipe_cli.costs.machine import HostMemory, cpu_devices, free_disk_bytes, host_memory
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB
@@ -135,6 +136,15 @@ def test_host_memory_obeys_the_containers_limit(tmp_path: Path) -> None:
     memory = host_memory(proc, cgroup)
     assert (memory.total_bytes, memory.available_bytes) == (16 * GIB, 11 * GIB)
     assert memory.limited_by == str(cgroup / "box" / "memory.max")
+
+
+def test_free_disk_is_what_a_user_may_still_write(tmp_path: Path) -> None:
+    """Of the file system that a folder would be on; the blocks that are kept for root are not in it."""
+    before, there = os.statvfs(tmp_path), free_disk_bytes(tmp_path / "not" / "yet")
+    after, tolerance = os.statvfs(tmp_path), 1 << 28  # others write meanwhile
+    free = [each.f_bavail * each.f_frsize for each in (before, after)]
+    assert there is not None and min(free) - tolerance <= there <= max(free) + tolerance
+    assert free_disk_bytes(Path("/proc/self/not/yet")) == 0, "nothing can be written there"
 
 
 def test_an_endless_name_is_refused_at_once() -> None:
