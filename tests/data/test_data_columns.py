@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.data.columns import read_factor
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.row_chunks import RowEncoder
-from roundpipe_cli.data.rows import RawRow, delimiter_hint
+from roundpipe_cli.data.rows import BadRowError, RawRow, delimiter_hint
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
@@ -276,6 +277,22 @@ def test_words_for_nothing_in_other_columns_are_nothing(tmp_path: Path) -> None:
     row = {"prompt": "Hi", "completion": "Yo", "tools": "null", "rejected": "nan", "label": "NA"}
     dataset = build(write_csv(tmp_path / "x.csv", row))
     assert len(dataset.rows) == 1 and dataset.report.sources[0].null_word_rows == []
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "expected"),
+    [
+        *(("weight", None, 1.0), ("weight", "", 1.0), ("weight", "0.5", 0.5), ("weight", 3, 3.0), ("weight", 0, 0.0)),
+        *(("label", True, 1.0), ("label", False, -1.0), ("label", "", None), ("weight", "much", None)),
+    ],
+)
+def test_a_figure_of_a_row_is_its_factor(figure: Any, value: object, expected: float | None) -> None:
+    """An empty cell of a table says no weight, and no label."""
+    if expected is None:
+        with pytest.raises(BadRowError, match="`w`"):
+            read_factor(figure, value, "w")
+    else:
+        assert read_factor(figure, value, "w") == expected
 
 
 @pytest.mark.parametrize(
