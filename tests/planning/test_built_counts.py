@@ -171,7 +171,9 @@ def test_the_tables_are_taken_only_where_they_are_exact() -> None:
     assert not is_counted_exactly({**whole, "model_type": "bamba"})
 
 
-def test_a_plan_counts_the_model_and_keeps_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_counts_the_model_and_keeps_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the count of the model itself nothing of a guess is said, and the second answer builds nothing."""
     folder, real = put_model(tmp_path, "cohere")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
@@ -184,10 +186,12 @@ def test_a_plan_counts_the_model_and_keeps_the_answer(tmp_path: Path, monkeypatc
     lines = "\n".join([*plan_text(answer, None), *answer.assumptions])
     assert "a guess" not in lines and "counted on the model itself" in lines
     monkeypatch.setattr(meta_counts, "run_limited", None)
+    assert capsys.readouterr().err.count("building the model (cohere) without weights") == 1
     assert counted_architecture(find_config(str(folder), folder), build_counts).parameters == real
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_parameters": 2 * real}}))
     noted = counted_architecture(find_config(str(folder), folder), build_counts)
     assert noted.parameters == real and any("model.safetensors.index.json" in note for note in noted.notes)
+    assert "building the model" not in capsys.readouterr().err, "which takes seconds"
 
 
 def test_what_cannot_be_built_is_refused_or_stays_a_guess(
