@@ -19,6 +19,7 @@ from roundpipe_cli import events
 from roundpipe_cli.costs.hardware import catalogue
 from roundpipe_cli.dashboard.html import comparison, page
 from roundpipe_cli.dashboard.replay import RunFiles
+from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import RefusedError, StoppedError
 from roundpipe_cli.events import (
     EVENTS_NAME,
@@ -204,7 +205,7 @@ def test_a_stop_that_python_ignores_comes_again(capfd: pytest.CaptureFixture[str
 def test_arithmetic_is_compared_with_the_data_sheet_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where products of float16 add up in float16 a card promises more."""
     card = catalogue()["rtx-4090"]
-    monkeypatch.setattr(telemetry.cuda, "device_name", lambda index: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(cuda, "device_name", lambda index: "NVIDIA GeForce RTX 4090")
     cases = {("bfloat16", False): card.acc32_tflops, ("float16", True): card.fp16_acc16_tflops}
     for (dtype, narrow), tflops in {**cases, ("float32", False): card.fp32_tflops}.items():
         assert telemetry._promised("cuda:0", dtype, narrow=narrow) == tflops * 1e12

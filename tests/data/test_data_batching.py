@@ -14,6 +14,8 @@ from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBat
 from roundpipe_cli.data.collate import collate
 from roundpipe_cli.data.tokenized import Packer, Row, RowMix, epoch_order
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.train.prepare.steps import mix_of
 
 
 def test_order_is_fixed_for_ever() -> None:
@@ -305,3 +307,12 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.labels.tolist() == [[-100, 2, 5], [-100, 5, -100]]
     even = collate([make_row(0, [1, 2], [1, 2]), make_row(1, [3, 4], [-100, 4])], pad_token_id=0)
     assert even.attention_mask is None and even.num_target_tokens == 2, "without padding there is no mask"
+
+
+def test_an_epoch_has_the_rows_of_each_entry_by_its_weight() -> None:
+    """16 rows as 2 : 1 : 0.5, a row again only when all of its entry were there."""
+    entries = (DatasetConfig(path="a", weight=2.0), DatasetConfig(path="b"), DatasetConfig(path="c", weight=0.5))
+    mix = mix_of(Recipe(model="m", datasets=entries, output_dir="o", learning_rate=1e-4), [3, 5, 8])
+    counts = np.bincount(mix.order(0), minlength=16)
+    assert [int(part.sum()) for part in np.split(counts, [3, 8])] == [9, 5, 2]
+    assert set(counts[:3]) == {3} and set(counts[3:8]) == {1}
