@@ -49,10 +49,11 @@ def test_tensorboard_has_the_metrics_of_every_step(tmp_path: Path, two_blocks: P
     assert all(SECRET.encode() not in content for content in files) and any(b"q_proj" in content for content in files)
     seen = scalars(folder / "out" / "tensorboard")
     rows = metrics(folder / "out")
-    for name in ("loss", "learning_rate", "grad_norm", "tokens"):
+    for name in ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s", "step_s", "bubble_ratio"):
         assert seen[f"train/{name}"] == pytest.approx({row["step"]: row[name] for row in rows}, rel=1e-6)
     evaluation = json.loads((folder / "out" / "eval.jsonl").read_text().splitlines()[-1])
-    assert seen["eval/loss"] == pytest.approx({evaluation["step"]: evaluation["loss"]}, rel=1e-6)
+    for name in ("loss", "tokens", "seconds", "perplexity"):
+        assert seen[f"eval/{name}"] == pytest.approx({evaluation["step"]: evaluation[name]}, rel=1e-6)
     finetune(folder, keys, "report_to=[]", "output_dir=without").expect(0)
     assert numbers(folder / "without") == numbers(folder / "out")
 
