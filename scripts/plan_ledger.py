@@ -42,7 +42,7 @@ CASES = (("lora", False), ("lora", True), ("full", False))
 """(method, in 4 bit); full training refuses packed weights."""
 NOT_SHIPPED = {"sliding_window": None, "norm_topk_prob": True}
 """What the models' configurations say, other than transformers' defaults for Mistral and Qwen3 with experts."""
-LAYERS = {"gemma3_text": 6, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
+LAYERS = {"gemma3_text": 6, "qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 """Blocks after which kinds repeat; 2 in other families."""
 
 

@@ -83,6 +83,17 @@ def sweep(
     return results
 
 
+SIZES = (
+    "Sizes of the newer ones that come with `plan`: GPT-OSS, Qwen3-Next-80B-A3B, Qwen3.5-9B and 35B-A3B, "
+    "whose figures transformers' configurations document. Of others they do not, so `plan` reads "
+    "config.json, of a folder or of the hub: `gemma4` calls its defaults similar to gemma-4-e2b-it's, whose "
+    "width they are not by its own audio part; `deepseek_v4` names V4-Flash-Base, with layers that it calls "
+    "V4-Pro's; `minimax_m2` names MiniMax-Text-01, another type; `glm4_moe` names GLM-4.5 and an example of "
+    "100B-A10B, without the width of its heads."
+)
+"""Of what figures are known without a configuration, and of what not."""
+
+
 def table(files: list[Path]) -> str:
     """The support table from lines that runs of this script printed; later lines of a type replace earlier ones."""
     found: dict[str, dict[str, Any]] = {}
@@ -100,6 +111,8 @@ def table(files: list[Path]) -> str:
         "of the model.",
         "",
         _totals(list(found.values())),
+        "",
+        SIZES,
         "",
         f"| type | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",

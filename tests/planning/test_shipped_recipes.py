@@ -38,7 +38,7 @@ def test_the_combinations_that_are_promised() -> None:
         *(f"qwen3/{size}_lora" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")),
         *("llama3.1/8b_lora", "llama3.1/8b_full", "llama3.3/70b_lora", "gemma3/", "mistral/7b", "gpt-oss/20b"),
         *("gpt-oss/120b", "smollm2/135m", "qwen3/1.7b_full", "qwen3/4b_full", "qwen3/8b_full"),
-        *("qwen3.5/9b_lora", "qwen3.5/35b-a3b_lora"),
+        *("qwen3.5/9b_lora", "qwen3.5/35b-a3b_lora", "qwen3-next/80b-a3b_qlora"),
         *("_1x16gb", "_1x24gb", "_2x24gb", "_4x24gb", "_8x24gb"),
     ):
         assert model in names, model
