@@ -29,10 +29,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "head_dim": 32},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"moe_intermediate_size": 768, "norm_topk_prob": True},
     "gemma3_text": {"head_dim": 256, "num_hidden_layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 256},
     "phi3": {"hidden_size": 96, "num_attention_heads": 6},
 }
-"""Sizes that transformers' reader takes: it knows no head of another size for qwen 3."""
+"""Sizes that transformers' reader takes: it knows no head of another size for qwen 3, and no width of experts."""
 TEXT = "What is a lock file, 2024? {x} été  two"
 
 
@@ -215,6 +216,17 @@ FIELDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             **{"attention.key_length": 16, "attention.value_length": 16},
         },
     ),
+    "qwen 3 with experts": (
+        "qwen3_moe",
+        {
+            **{"head_dim": 16, "moe_intermediate_size": 48, "norm_topk_prob": True},
+            **{"num_experts": 6, "num_experts_per_tok": 3},
+        },
+        {
+            **{"rope.freq_base": 10000.0, "attention.key_length": 16, "attention.value_length": 16},
+            **{"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 48},
+        },
+    ),
     "phi 3, its own factor": (
         "phi3",
         {
@@ -264,6 +276,8 @@ def test_every_field_of_the_architecture_is_read_back(tmp_path: Path, case: str)
         ("gemma3_text", {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _LINEAR}}, "types linear"),
         ("gemma3_text", {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _PLAIN}}, "and yarn"),
         ("qwen3", {"attention_bias": True}, "biases"),
+        ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}, "blocks that have no experts"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "shares do not make 1"),
         ("llama", {"rope_parameters": {**_YARN, "truncate": False}}, "yarn with truncate: False"),
         ("qwen2", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
         ("llama", {"rope_parameters": {**_LONG, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}}, "type longrope"),

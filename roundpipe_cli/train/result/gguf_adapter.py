@@ -36,7 +36,6 @@ ADAPTED: Mapping[str, Family] = {
     "gpt_oss": Family("gpt-oss"),
     "mixtral": FAMILIES["llama"],
     "qwen2_moe": Family("qwen2moe"),
-    "qwen3_moe": Family("qwen3moe"),
 }
 """transformers' type of a base model -> the family by which its adapters are written."""
 

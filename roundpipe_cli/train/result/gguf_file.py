@@ -4,15 +4,15 @@
     tokenizer.json   ->  tokens with their kinds, merges, scores, the chat template
     *.safetensors    ->  tensors by the package's own table of names, one in memory at a time
 
-Families differ in three ways only: the name of their architecture, the order of the rows of queries and keys, and
-whether norms are written as they are or with 1 added. Other families are left to llama.cpp's converter.
+Families differ in few ways: the name of their architecture, the order of the rows of queries and keys, whether norms
+are written as they are or with 1 added, and experts, which are one tensor. Others are left to llama.cpp's converter.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family("llama", pairs_rows=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
+    "qwen3_moe": Family("qwen3moe"),
     "gemma3_text": Family("gemma3", "gelu_pytorch_tanh", norm_offset=1.0),
     "phi3": Family("phi3"),
 }
@@ -112,8 +113,12 @@ def why_not_written(source: ModelSource, tokenizer: Any) -> str | None:
     for rope in _ropes(config):
         if why := _why_rope_not_written(rope, family):
             return why
-    if getattr(config, "attention_bias", False) and family.architecture in ("qwen3", "gemma3"):
+    if getattr(config, "attention_bias", False) and family.architecture in ("qwen3", "qwen3moe", "gemma3"):
         return f"{config.model_type} with biases of its attention"
+    if family.architecture == "qwen3moe" and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        return "qwen3_moe with blocks that have no experts"
+    if family.architecture == "qwen3moe" and not config.norm_topk_prob:
+        return "qwen3_moe whose experts' shares do not make 1"
     if family.architecture == "gemma3":
         sliding, whole_rope = (rope.get("rope_type", "default") for rope in _ropes(config))
         if sliding != "default" or whole_rope == "yarn":  # both would hold for all layers
@@ -213,7 +218,8 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
         raise disk_error(error, target, "the GGUF file", needed_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return target, _notes(config, {one.dtype.name.lower() for one in tensors.values() if len(one.shape) > 1})
+    kinds = {one.dtype.name.lower() for name, one in tensors.items() if not _stays_whole(name, one.shape)}
+    return target, _notes(config, kinds)
 
 
 # Metadata.
@@ -231,6 +237,10 @@ def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if experts := getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if window := _window(config):
         writer.add_sliding_window(window)
     if config.model_type == "gemma3_text":
@@ -353,24 +363,43 @@ def _add_tensors(writer: Any, folder: Path, config: Any, type_name: str) -> None
     names = get_tensor_name_map(MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers)
     for name, values in _rope_factors(config):
         writer.add_tensor(name, values)
-    for own_name, stored in find_stored(folder, torch.float32).items():
+    for own_name, parts in _of_one_tensor(find_stored(folder, torch.float32)).items():
         if own_name.endswith(".inv_freq") or (own_name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         name = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise RefusedError("a tensor has no name in GGUF files", where=str(folder), found=own_name)
-        shape = tuple(stored.shape)
+        shape = (len(parts), *parts[0].shape) if _EXPERTS in own_name else tuple(parts[0].shape)
         kind = _kind_of(name, shape, type_name)
         meta = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, shape)
-        values = LazyNumpyTensor(meta=meta, func=_reader(name, stored, family, config))
+        values = LazyNumpyTensor(meta=meta, func=_reader(name, parts, family, config))
         writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
 
 
+_EXPERTS = ".experts."
+"""In names of experts' weights; a number comes next."""
+
+
+def _of_one_tensor(stored: Mapping[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
+    """Names without numbers of experts -> the weights that are one tensor: all experts' in their order, or one."""
+    found: dict[str, dict[int, StoredTensor]] = {}
+    for name, weight in stored.items():
+        before, experts, after = name.partition(_EXPERTS)
+        number, _, rest = after.partition(".")
+        is_one = number.isdigit()
+        found.setdefault(before + experts + rest if is_one else name, {})[int(number) if is_one else 0] = weight
+    return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
+
+
+def _stays_whole(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) == 1 or name.endswith("ffn_gate_inp.weight")
+
+
 def _kind_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
-    """gguf's type of a tensor: vectors stay whole, and so do rows that cannot be cut into blocks."""
+    """gguf's type of a tensor: vectors and routers stay whole, and so do rows that cannot be cut into blocks."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if len(shape) == 1:
+    if _stays_whole(name, shape):
         return GGMLQuantizationType.F32
     kind = GGMLQuantizationType[type_name.upper()]
     if type_name.startswith(("q4", "q5")) and name in ("token_embd.weight", "output.weight"):
@@ -378,10 +407,15 @@ def _kind_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
     return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.BF16
 
 
-def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> Callable[[], npt.NDArray[Any]]:
+def _reader(name: str, parts: list[StoredTensor], family: Family, config: Any) -> Callable[[], npt.NDArray[Any]]:
     def read() -> npt.NDArray[Any]:
         with OpenFiles() as files:
-            values = stored.read(files).float()
+            if "_exps." in name:
+                values = torch.empty(len(parts), *parts[0].shape)
+                for one, part in zip(values, parts, strict=True):
+                    one.copy_(part.read(files))
+                return values.numpy()
+            values = parts[0].read(files).float()
             if family.norm_offset and name.endswith("norm.weight"):
                 values = values + family.norm_offset
             array: npt.NDArray[Any] = in_rows_of(family, name, values, config).contiguous().clone().numpy()
@@ -430,7 +464,7 @@ def _notes(config: Any, kinds: set[str]) -> list[str]:
     """Notes on what the file cannot say; `kinds`: of its matrices."""
     notes = [f"matrices in the GGUF file are {' and '.join(sorted(kinds))}"] if len(kinds) > 1 else []
     window, family = _window(config), FAMILIES[config.model_type].architecture
-    if family in ("llama", "qwen2", "qwen3") and window:
+    if family in ("llama", "qwen2", "qwen3", "qwen3moe") and window:
         notes.append(f"llama.cpp has no sliding window for this family: answers differ beyond {window} tokens")
     scalar = getattr(config, "query_pre_attn_scalar", None)
     if scalar is not None and scalar not in (config.head_dim, config.hidden_size / config.num_attention_heads):
