@@ -161,6 +161,7 @@ def write_new_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int =
     try:
         for chunk in chunks:
             file.write(chunk)
+            del chunk  # it may hold a tensor, while the next one is made
         return file.finish()
     finally:
         file.close()

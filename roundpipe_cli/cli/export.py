@@ -226,7 +226,7 @@ def export(
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
     json_: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout: the folder and its files.")
+        bool, typer.Option("--json", help="One JSON document on stdout: folder, files, errors of packing again.")
     ] = False,
 ) -> None:
     """Write the result of a run as a new folder: the adapter alone, or merged into its base model.
@@ -259,7 +259,7 @@ def export(
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
         go_offline()
-    program = None
+    program, rounding = None, dict[str, float]()
     with opened_result(found, base, offline=offline, needs_base=merge, allowed=allow_other_base) as (result, source):
         load_libraries()
         from roundpipe_cli.train.result.export import copy_result, merge_result
@@ -268,7 +268,8 @@ def export(
             program = _find_gguf_writer(result, source if merge else None, gguf, converter)
         made: dict[str, Any] = {"tell": _note, "base": base, "gguf": gguf is not None}
         if merge and source is not None:
-            say(merge_result(result, source, target, dtype, progress=say, **made))
+            line, rounding = merge_result(result, source, target, dtype, progress=say, **made)
+            say(line)
         else:
             made["single_experts"] = adapter_layout == "vllm"
             if not is_whole and (made["single_experts"] or gguf is not None):
@@ -279,7 +280,7 @@ def export(
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
     files = {path.name: path.stat().st_size for path in sorted(target.iterdir()) if path.is_file()}
-    document = {"folder": str(target), "merged": merge, "pushed_to": push_to, "files": files}
+    document = {"folder": str(target), "merged": merge, "pushed_to": push_to, "files": files, "rounding": rounding}
     say_data(json.dumps(document) if json_ else str(target))
 
 

@@ -52,7 +52,7 @@ from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.preference import metrics_of
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.result.export import write_run_card
+from roundpipe_cli.train.result.model_card import write_run_card
 from roundpipe_cli.train.result.report import RunLog, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import EXIT_CODES, Reporting, StopSignals
 from roundpipe_cli.train.step_runner import StepRunner

@@ -133,7 +133,7 @@ def _read_run(folder: Path) -> None:
     from roundpipe_cli.dashboard.state import fold_all
     from roundpipe_cli.dashboard.theme import Theme
     from roundpipe_cli.dashboard.views import screen
-    from roundpipe_cli.train.result.export import model_card
+    from roundpipe_cli.train.result.model_card import model_card
 
     watch([str(folder)], html=str(folder / "page.html"))
     watch([str(folder)], json_output=True, follow=False)

@@ -98,7 +98,7 @@ def test_several_shards_load(tmp_path: Path) -> None:
     make_model(tmp_path / "base")
     adapted = adapter_of(tmp_path)
     source = ModelSource("b", tmp_path / "base")
-    done = merge_result(tmp_path / "adapter", source, tmp_path / "merged", None, tell=print, max_shard_bytes=100_000)
+    done, _ = merge_result(tmp_path / "adapter", source, tmp_path / "merged", None, tell=print, max_shard_bytes=100_000)
     num_shards = len(list((tmp_path / "merged").glob("*.safetensors")))
     assert num_shards > 3 and done.endswith(f" in {num_shards} files")
     assert torch.allclose(logits_of(load_whole(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import SavedState
 from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.result.export import model_card
+from roundpipe_cli.train.result.model_card import model_card
 from tests.support.e2e import (
     STAGES,
     Outcome,

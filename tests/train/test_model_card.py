@@ -14,7 +14,7 @@ from roundpipe_cli.cli.export import find_adapter_base
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train.checkpoint.resume import may_ask_for_more
-from roundpipe_cli.train.result.export import model_card
+from roundpipe_cli.train.result.model_card import model_card
 
 
 def card(folder: Path, base: str | None, report: dict[str, Any], recipe: dict[str, Any]) -> str:

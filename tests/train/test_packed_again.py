@@ -165,7 +165,10 @@ def test_a_change_of_less_than_half_a_step_is_not_lost(tmp_path: Path) -> None:
 def test_export_says_what_it_writes_and_what_packing_changed(tmp_path: Path) -> None:
     gpt_oss(tmp_path, target_modules=["q_proj"], target_parameters=EXPERTS)
     words = ("export", "adapter", "--base", "base", "--merge", "--to")
-    done = run(tmp_path, *words, "same").expect(0)
-    assert " in 1 file, with about " in done.err and "packed again as published: a changed weight is off by" in done.err
-    done = run(tmp_path, *words, "whole", "--dtype", "bfloat16").expect(0)
-    assert "whole here" in done.err and "packed again" not in done.err
+    done = run(tmp_path, *words, "same", "--json").expect(0)
+    found = json.loads(done.out)["rounding"]
+    off = f"a changed weight is off by {found['mean']:.2g} on average, {found['largest']:.2g} at most"
+    assert " in 1 file, with about " in done.err and f"packed again as published: {off}; " in done.err
+    assert found["weights"] > 1000 and 0 < found["mean"] < found["largest"] and 0.9 < found["change_kept"] < 1.1
+    done = run(tmp_path, *words, "whole", "--dtype", "bfloat16", "--json").expect(0)
+    assert "whole here" in done.err and "packed again" not in done.err and json.loads(done.out)["rounding"] == {}

@@ -120,6 +120,7 @@ def stream_file(
         num_seen += 1
         flat: Any = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
         yield memoryview(flat)
+        del tensor, flat  # not beside the next one
     if num_seen != len(specs):
         raise ValueError(f"{len(specs)} tensors were announced, {num_seen} came")
 

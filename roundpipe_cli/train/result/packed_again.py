@@ -43,13 +43,19 @@ class Rounding:
         kept = ((packed - base) * change).sum()  # in the change's own direction
         self._sums += torch.stack([error.sum(), kept, change.square().sum()])
 
-    def __str__(self) -> str:
+    def figures(self) -> dict[str, float]:
+        """Number of weights, their mean and largest error, the share of the adapter's change that is there."""
+        if not self.count:
+            return {}
         error, kept, change = self._sums.tolist()
-        error, kept = error / self.count, kept / change if change else 1.0
-        said = (
-            f"a changed weight is off by {error:.2g} on average, {self.largest:.2g} at most; {kept:.0%} of the change"
-        )
-        return f"packed again as published: {said} is there (--dtype bfloat16: all)"
+        share = kept / change if change else 1.0
+        return {"weights": self.count, "mean": error / self.count, "largest": self.largest, "change_kept": share}
+
+    def __str__(self) -> str:
+        found = self.figures()
+        off = f"a changed weight is off by {found['mean']:.2g} on average, {found['largest']:.2g} at most"
+        kept = f"{found['change_kept']:.0%} of the change is there (--dtype bfloat16: all)"
+        return f"packed again as published: {off}; {kept}"
 
 
 def can_pack(weight: StoredTensor) -> bool:
@@ -73,8 +79,9 @@ def pack_again(
         found: torch.Tensor = unpack.func(dict(zip(parts, (codes, scales), strict=True)), torch.float32, **options)[0]
         return found.T.contiguous() if "blocks" in parts else found  # [in, out] in the model
 
-    made, experts = [], [(part if is_stack else part[None]).split(1) for part in parts.values()]
-    for number, (codes, scales) in enumerate(zip(*experts, strict=True)):
+    made = {role: torch.empty_like(part) for role, part in parts.items()}
+    experts = [[(part if is_stack else part[None]).split(1) for part in whole.values()] for whole in (parts, made)]
+    for number, (codes, scales, *new) in enumerate(zip(*experts[0], *experts[1], strict=True)):
         ones = torch.ones(codes.shape).to(codes.dtype) if codes.is_floating_point() else torch.full_like(codes, ONES)
         index = read(ones, torch.arange(scales.numel()).float().reshape(scales.shape)).long()
         base = read(codes, scales)
@@ -84,9 +91,9 @@ def pack_again(
         new_scales = _grown(scales, index, merged, CODES[codes.dtype][1])
         new_codes = _codes(merged / _as_floats(new_scales).flatten()[index], chances, codes)
         rounding.add(base, merged, read(new_codes, new_scales))
-        made.append((new_codes, new_scales))
-    whole = (torch.cat(one) for one in zip(*made, strict=True))
-    return dict(zip(parts, (one if is_stack else one[0] for one in whole), strict=True))
+        new[0].copy_(new_codes)
+        new[1].copy_(new_scales)
+    return made
 
 
 def _as_floats(scales: torch.Tensor) -> torch.Tensor:
