@@ -408,7 +408,6 @@ CASES: dict[str, Case] = {
     "4-bit": Case("llama", "lora", {"packed_as": "4bit"}),
     "8-bit": Case("llama", "lora", {"packed_as": "8bit"}),
     "fp8": Case("llama", "lora", {"packed_as": "fp8"}),
-    "mxfp4": Case("gpt_oss", "lora", {"packed_as": "mxfp4"}, bound=1e-5, waits=True),
     "fp8-blocks": Case("llama", "lora", {"packed_as": "fp8_blocks"}, engine=_UNPACKED_ONCE),
     "4-bit-once": Case("llama", "lora", {"packed_as": "4bit"}, engine=_UNPACKED_ONCE),
     "8-bit-once": Case("llama", "lora", {"packed_as": "8bit"}, engine=_UNPACKED_ONCE),

@@ -65,7 +65,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
-        *((model_type, {"target_modules": "all-linear"}) for model_type in FAMILIES),
+        *((model_type, {"target_modules": "all-linear"}) for model_type in FAMILIES if model_type != "qwen3_moe"),
         ("llama", {"target_modules": "all-linear", **PATTERNS}),
         ("llama", {"target_modules": ["embed_tokens", "lm_head", "k_proj"], "lora_alpha": 5}),
         ("qwen3", {"target_modules": [], "target_parameters": ["v_proj.weight"], "lora_alpha": 0}),

@@ -142,7 +142,7 @@ def packed(
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-e5m2"])
 def test_a_scale_grows_with_its_block(tmp_path: Path, name: str) -> None:
     """A thousand times the weights: scales are doubled as often as that needs."""
-    weight, parts, made, rounding = packed(tmp_path, name, lambda number, base: base * 1000)
+    weight, parts, made, rounding = packed(tmp_path, name, lambda number, rows, base: base * 1000)
     values, expected = (weight.unpack(one, torch.float32) * times for one, times in ((made, 1), (parts, 1000)))
     assert bool(((values - expected).abs() <= steps_of(weight, made, expected)).all())
     grown = torch.log2(made["scale"] / parts["scale"])
@@ -155,7 +155,9 @@ def test_a_change_of_less_than_half_a_step_is_not_lost(tmp_path: Path) -> None:
     """Nearest codes would all be those of the base: the merged model would be the base."""
     generator = torch.Generator().manual_seed(7)
     _, parts, made, rounding = packed(
-        tmp_path, "fp8-blocks", lambda number, base: base * (1 + 0.02 * torch.rand(base.shape, generator=generator))
+        tmp_path,
+        "fp8-blocks",
+        lambda number, rows, base: base * (1 + 0.02 * torch.rand(base.shape, generator=generator)),
     )
     same = (made["codes"].float() == parts["codes"].float()).float().mean()
     assert torch.equal(made["scale"], parts["scale"]) and 0.7 < float(same) < 0.95

@@ -171,10 +171,10 @@ class MergedTensors:
         is_mxfp4, is_stack = "blocks" in stored.pieces, len(stored.shape) == 3
         product = self.adapted.products.get(name) if is_mxfp4 or not is_stack else None
         if product is not None:
-            return lambda number, base: _with_product(base, product, number)
+            return lambda number, rows, base: _with_product(base, product, number, rows)
         whole = self._reverted(group)[name].float()
         whole = whole.mT if is_mxfp4 or stored.is_turned else whole
-        return lambda number, _: whole[number] if is_stack else whole
+        return lambda number, rows, _: (whole[number] if is_stack else whole)[rows]
 
     def _reverted(self, group: WeightGroup) -> Mapping[str, torch.Tensor]:
         """The tensors of the files that a group of changed weights becomes."""
@@ -188,10 +188,10 @@ class MergedTensors:
         return self._current[1]
 
 
-def _with_product(base: torch.Tensor, product: ExpertProduct, number: int) -> torch.Tensor:
-    """The weight of an expert with its adapter, float32."""
+def _with_product(base: torch.Tensor, product: ExpertProduct, number: int, rows: slice = slice(None)) -> torch.Tensor:
+    """Rows of the weight of an expert with its adapter, float32."""
     a, b, scale = product
-    return torch.addmm(base.float(), b[number].float(), a[number].float(), alpha=scale)
+    return torch.addmm(base.float(), b[number, rows].float(), a[number].float(), alpha=scale)
 
 
 def _can_stay_packed(base: BaseWeights, adapted: _Adapted) -> bool:

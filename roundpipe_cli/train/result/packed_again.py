@@ -8,7 +8,7 @@ had, and the adapter lost, as it changes a weight by less than half a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ CODES: Mapping[torch.dtype, tuple[float, float, int, int]] = {
 byte that is no float holds two of 4 bit (E2M1)."""
 SEED, ONES = 20291129, 0x22
 """Seed of the codes' random numbers; a byte of two codes that mean 1."""
-Merge = Callable[[int, torch.Tensor], torch.Tensor]
-"""Takes the number of an expert, 0 where there are none, and its base weight [out, in] in float32; returns the sum."""
+Merge = Callable[[int, slice, torch.Tensor], torch.Tensor]
+"""Takes the number of an expert, 0 where there are none, and rows of its base weight [out, in]: which, and their values
+in float32; returns the sum."""
 
 
 class Rounding:
@@ -69,31 +70,51 @@ def can_pack(weight: StoredTensor) -> bool:
 def pack_again(
     weight: StoredTensor, parts: Mapping[str, torch.Tensor], merge: Merge, rounding: Rounding
 ) -> dict[str, torch.Tensor]:
-    """The weight's tensors by role with an adapter added, one expert in memory at a time; `parts`: as published."""
+    """The weight's tensors by role with an adapter added, some rows in memory at a time; `parts`: as published."""
     unpack: Any = weight.unpack
-    is_stack = len(weight.shape) == 3
-    options = {**unpack.keywords, "shape": torch.Size((1, *unpack.keywords["shape"][-2:]))}
+    is_mxfp4 = "blocks" in parts
 
-    def read(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """[out, in]"""
-        found: torch.Tensor = unpack.func(dict(zip(parts, (codes, scales), strict=True)), torch.float32, **options)[0]
-        return found.T.contiguous() if "blocks" in parts else found  # [in, out] in the model
+    def read(*own: torch.Tensor) -> torch.Tensor:
+        """[rows, in] of codes and scales"""
+        sizes = (width, len(own[0])) if is_mxfp4 else (len(own[0]), width)
+        options, roles = {**unpack.keywords, "shape": torch.Size((1, *sizes))}, dict(zip(parts, own, strict=True))
+        found: torch.Tensor = unpack.func({role: one[None] for role, one in roles.items()}, torch.float32, **options)[0]
+        return found.T.contiguous() if is_mxfp4 else found
 
+    width = unpack.keywords["shape"][-2 if is_mxfp4 else -1]
     made = {role: torch.empty_like(part) for role, part in parts.items()}
-    experts = [[(part if is_stack else part[None]).split(1) for part in whole.values()] for whole in (parts, made)]
-    for number, (codes, scales, *new) in enumerate(zip(*experts[0], *experts[1], strict=True)):
-        ones = torch.ones(codes.shape).to(codes.dtype) if codes.is_floating_point() else torch.full_like(codes, ONES)
-        index = read(ones, torch.arange(scales.numel()).float().reshape(scales.shape)).long()
-        base = read(codes, scales)
-        merged = merge(number, base)
-        merged = torch.where(merged == base, base, merged)  # -0 too
-        chances = torch.rand(base.shape, generator=rounding.generator).masked_fill_(merged == base, 0.5)
-        new_scales = _grown(scales, index, merged, CODES[codes.dtype][1])
-        new_codes = _codes(merged / _as_floats(new_scales).flatten()[index], chances, codes)
-        rounding.add(base, merged, read(new_codes, new_scales))
-        new[0].copy_(new_codes)
-        new[1].copy_(new_scales)
+    experts = [whole if len(weight.shape) == 3 else whole[None] for whole in (*parts.values(), *made.values())]
+    for number, whole in enumerate(zip(*experts, strict=True)):
+        start = 0
+        for codes, scales, *new in _in_rows(whole, width, unpack.keywords.get("block", (1, 1))[0]):
+            rows, base = slice(start, start + len(codes)), read(codes, scales)
+            start = rows.stop
+            ones = (
+                torch.ones(codes.shape).to(codes.dtype) if codes.is_floating_point() else torch.full_like(codes, ONES)
+            )
+            index = read(ones, torch.arange(scales.numel()).float().reshape(scales.shape)).long()
+            merged = merge(number, rows, base)
+            merged = torch.where(merged == base, base, merged)  # -0 too
+            chances = torch.rand(base.shape, generator=rounding.generator).masked_fill_(merged == base, 0.5)
+            new[1].copy_(_grown(scales, index, merged, CODES[codes.dtype][1]))
+            new[0].copy_(_codes(merged / _as_floats(new[1]).flatten()[index], chances, codes))
+            rounding.add(base, merged, read(*new))
     return made
+
+
+WEIGHTS_AT_ONCE = 1 << 20
+"""Of rows that are packed at once: temporary values take 60 bytes each."""
+
+
+def _in_rows(whole: Sequence[torch.Tensor], width: int, block: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """A matrix's codes and scales, and tensors of the same shapes, cut to rows that share no scale with others."""
+    codes, scales = whole[:2]
+    if scales.numel() == 1:
+        return iter([tuple(whole)])
+    of_scale = block if -(-len(codes) // block) == len(scales) else len(codes) // len(scales)
+    count = max(1, WEIGHTS_AT_ONCE // (width * of_scale))
+    pieces = (one.split(count if number % 2 else count * of_scale) for number, one in enumerate(whole))
+    return zip(*pieces, strict=True)
 
 
 def _as_floats(scales: torch.Tensor) -> torch.Tensor:
