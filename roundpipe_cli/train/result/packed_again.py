@@ -103,7 +103,7 @@ def pack_again(
 
 
 WEIGHTS_AT_ONCE = 1 << 20
-"""Of rows that are packed at once: temporary values take 60 bytes each."""
+"""Weights in the rows that are packed at once: temporary values take 60 bytes for each."""
 
 
 def _in_rows(whole: Sequence[torch.Tensor], width: int, block: int) -> Iterator[tuple[torch.Tensor, ...]]:
