@@ -11,10 +11,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from roundpipe_cli.files import write_new_file
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
+from roundpipe_cli.train.result import packed_again
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.packed_again import CODES, Rounding, can_pack, pack_again
 from tests.model.test_stored_formats import FORMATS, save_mxfp4, save_quantized
@@ -23,6 +27,40 @@ from tests.support.e2e import make_model, make_tokenizer, run
 from tests.support.tiny import logits_of
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(autouse=True)
+def few_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny matrices are packed in several parts, as large ones are."""
+    monkeypatch.setattr(packed_again, "WEIGHTS_AT_ONCE", 1 << 11)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scales", "block", "expected"),
+    [(300, 3, 128, [128, 128, 44]), (60, 60, 128, [8] * 7 + [4]), (96, 2, 128, [48, 48]), (300, 1, 128, [300])],
+    ids=["blocks", "rows", "even parts", "one for all"],
+)
+def test_rows_of_a_scale_stay_together(rows: int, scales: int, block: int, expected: list[int]) -> None:
+    whole = torch.arange(rows), torch.arange(scales)
+    parts = list(packed_again._in_rows((*whole, *whole), 256, block))
+    assert [len(part[0]) for part in parts] == expected
+    assert all(torch.equal(torch.cat(list(part)), whole[n % 2]) for n, part in enumerate(zip(*parts, strict=True)))
+
+
+def test_a_tensor_is_free_before_the_next_is_made(tmp_path: Path) -> None:
+    """What was written stayed in memory beside what came next: a third of a merge's peak."""
+    specs, made = [TensorSpec(name, torch.float32, (5, 7)) for name in "abc"], list[StorageWeakRef]()
+
+    def tensors() -> Any:
+        for spec in specs:
+            assert all(one.expired() for one in made)
+            tensor = torch.ones(spec.shape)
+            made.append(StorageWeakRef(tensor.untyped_storage()))
+            yield spec.name, tensor
+            del tensor
+
+    write_new_file(tmp_path / "file", stream_file(specs, tensors()))
+    assert len(made) == 3 and load_file(tmp_path / "file").keys() == set("abc")
 
 
 def merged(work: Path, dtype: str | None) -> tuple[dict[str, torch.Tensor], str]:
