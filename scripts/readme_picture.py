@@ -58,8 +58,9 @@ def with_figures(page: str) -> str:
     def row(found: re.Match[str]) -> str:
         verdict = verdicts[found["name"]]
         assert verdict is not None
-        tokens = float(f"{verdict.tokens_per_s:.3g}")
-        return f"{found['head']} | {verdict.step_s:.3g} s | {tokens:,.0f} |"
+        speeds = verdict.tokens_per_s, *(verdict.tokens_per_step / each_s for each_s in verdict.step_range_s[::-1])
+        speed, least, most = (f"{float(f'{each:.3g}'):,.0f}" for each in speeds)
+        return f"{found['head']} | {verdict.step_s:.3g} s | {speed} ({least} to {most}) |"
 
     page = ROW.sub(row, page)
     command = re.search(r"^    \$ roundpipe plan (\S+) --hardware (\S+)\n", page, re.MULTILINE)

@@ -48,10 +48,10 @@ class HeaderVerdict:
 
     def text(self, recipe: str) -> str:
         """The two lines of the header; `recipe` as the command names it."""
-        least_s, most_s = self.step_range_s
+        step_s, least_s, most_s = (f"{float(f'{seconds:.3g}'):g}" for seconds in (self.step_s, *self.step_range_s))
         return (
             f"# roundpipe plan {recipe} --hardware {self.hardware}\n"
-            f"#   {'fits' if self.fits else 'does not fit'}: {self.step_s:.3g} s ({least_s:.3g} to {most_s:.3g}) "
+            f"#   {'fits' if self.fits else 'does not fit'}: {step_s} s ({least_s} to {most_s}) "
             f"a step of {self.tokens_per_step:,} "
             f"tokens, {float(f'{self.tokens_per_s:.3g}'):,.0f} tokens/s, GPU {self.device_bytes / GIB:.1f} GiB, "
             f"host {self.host_bytes / GIB:.1f} GiB, disk {self.disk_bytes / GIB:.1f} GiB"
