@@ -48,7 +48,21 @@ _TWO_MATRIX_MLP = frozenset(
 )
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "hunyuan_v1_dense"})
 _FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
-_KEEPS_SCORES = frozenset({"gemma2", "bloom", "gptj", "mpt"})
+_KEEPS_SCORES = frozenset(
+    {
+        *("gemma2", "bloom", "gptj", "mpt", "codegen", "flint", "gpt_neox_japanese", "granite_swa", "granitemoe_swa"),
+        *("openai-gpt", "vaultgemma"),
+    }
+)
+_READS_SCORES = frozenset({"gemma2", "vaultgemma", "granite_swa", "granitemoe_swa"})
+_DROPS_SCORES = frozenset(
+    {
+        *("bert-generation", "biogpt", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "openai-gpt", "seed_oss"),
+    }
+)
+"""Types with dropout in attention unless config.json says otherwise."""
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+"""Names that configurations have for the share of attention's weights that training drops."""
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
 COUNTED_TYPES = frozenset(
     {
@@ -141,7 +155,9 @@ class Architecture:
     unreached_params: int = 0
     """Share of `embed_params` in towers for pictures and sound, which stay on the host and are not trained."""
     masks_chunks: bool = False
-    """No kernel takes a chunk without a mask: heads too wide, of two widths, or attention of the model's own."""
+    """No kernel takes a chunk without a mask: heads too wide or of two widths, dropout, a model's own attention."""
+    is_eager: bool = False
+    """Attention is the model's own, by its configuration; see `keeps_scores`."""
     boundary_columns: int = 0
     """Values per token between two blocks: hidden states and what travels beside them; 0: hidden states alone."""
 
@@ -153,12 +169,12 @@ class Architecture:
     @property
     def keeps_scores(self) -> bool:
         """Attention is transformers' own, with scores of all pairs of tokens: no fused kernel computes it."""
-        return self.model_type in _KEEPS_SCORES
+        return self.is_eager or self.model_type in _KEEPS_SCORES
 
     @property
     def caps_scores(self) -> bool:
-        """Scores pass through a tanh, whose result is kept for backward."""
-        return self.model_type == "gemma2"
+        """Scores are kept for backward beside the softmax of them: behind a tanh, or for their log-sum."""
+        return self.model_type in _READS_SCORES
 
     @property
     def has_sinks(self) -> bool:
@@ -260,6 +276,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
     heads = reader.positive("num_attention_heads")
     vocab = reader.positive("vocab_size")
     learned = reader.number("max_position_embeddings") if model_type in _LEARNED_POSITIONS else 0
+    shares = [config[key] for key in ATTENTION_DROPOUT if key in config] or [model_type in _DROPS_SCORES]
     experts = reader.number("num_experts")
     shape = Architecture(
         name=name,
@@ -280,7 +297,8 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         source=source,
         stored_as=packed_as,
         is_guess=not is_known,
-        masks_chunks=bool(config.get("masks_chunks")),
+        masks_chunks=bool(config.get("masks_chunks")) or any(shares),
+        is_eager=bool(config.get("is_eager")),
     )
     num_layers = reader.positive("num_hidden_layers")
     return noting_all_experts(replace(shape, blocks=tuple(_block(reader, shape, index) for index in range(num_layers))))

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.costs.block_work import MAX_FLASH_WIDTH
+from roundpipe_cli.costs.models import ATTENTION_DROPOUT
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.library_names import version
@@ -27,7 +28,10 @@ from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.sizes import SIZE_NAMES
 
-FORMAT = 6
+if TYPE_CHECKING:
+    from roundpipe_cli.model.split import ModelSplit
+
+FORMAT = 7
 """Version of the documents; raised when they get another meaning."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
@@ -59,7 +63,8 @@ def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = No
         that one token passes through, of all the rest, number of experts); `parameters`: of the whole model;
         `unreached`: of what text never reaches; `boundary`: values per token between two blocks; `tail`: of the head
         layer beside the LM head's matrix; `shared`: of this matrix, if it is the embedding's too; `masks_chunks`: 1
-        where no kernel takes a chunk without a mask; and figures of the configuration under the names of `_FIGURES`.
+        where no kernel takes a chunk without a mask; `is_eager`: 1 where attention keeps scores; `attention_dropout`;
+        and figures of the configuration under the names of `_FIGURES`.
 
     Raises:
         RefusedError: `finetune` would refuse the model with these words.
@@ -126,7 +131,7 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
     model = build_skeleton(config, torch.bfloat16)
     split = split_model(model)
     embed, *blocks, head = layer_parameters(model, split)
-    figures = _figures_of(config.get_text_config(), model, split.blocks_path)
+    figures = _figures_of(config.get_text_config(), model, split)
     module: Any = model
     first, last = module.get_input_embeddings().weight, getattr(module.get_output_embeddings(), "weight", None)
     unreached = sum(parameter.numel() for name, parameter in embed if name in split.unreached)
@@ -163,9 +168,10 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
     return attention, mlp + routed, active, rest, num_experts
 
 
-def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
+def _figures_of(text: Any, model: Any, split: ModelSplit) -> dict[str, Any]:
     """Whole numbers of the language model's configuration; the largest of a list."""
-    from roundpipe_cli.model.attention import EAGER  # late: it loads torch
+    from roundpipe_cli.model.attention import EAGER  # late: they load torch
+    from roundpipe_cli.model.chunks import stateful_modules
 
     figures: dict[str, Any] = {"model_type": str(getattr(text, "model_type", "") or model.config.model_type)}
     places = (text, _attribute(text, "ffn_config"))  # dbrx has its experts there
@@ -176,16 +182,22 @@ def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
     if all(latent):  # queries and keys are wider than values: products with both, on average
         figures["head_dim"] = sum(latent) // 2
     own = (getattr(text, "per_layer_config", None) or [text]) if _attribute(text, "head_dim") is None else [text]
-    widest = max(_whole(_attribute(one, "head_dim")) for one in own)
+    widths = [_whole(_attribute(one, "head_dim")) for one in own]
+    if all(widths):  # of blocks whose heads have different widths, on average
+        figures.setdefault("head_dim", round(sum(widths) / len(widths)))
     is_uneven = all(latent) and latent[0] + latent[1] != latent[2]
-    if is_uneven or widest > MAX_FLASH_WIDTH or model.config._attn_implementation == EAGER:
+    is_eager = model.config._attn_implementation == EAGER
+    if is_uneven or max(widths) > MAX_FLASH_WIDTH or is_eager:
         figures["masks_chunks"] = 1
+    if is_eager and not any(stateful_modules(model, split)):
+        figures["is_eager"] = 1
+    figures["attention_dropout"] = max(_attribute(text, name) or 0 for name in ATTENTION_DROPOUT)
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", None)
     figures.setdefault("hidden_size", int(embedding.shape[-1]))
     figures.setdefault("num_attention_heads", 1)
     figures["vocab_size"] = int((embedding if head is None else head).shape[0])
-    figures["num_hidden_layers"] = len(model.get_submodule(blocks_path))
+    figures["num_hidden_layers"] = len(model.get_submodule(split.blocks_path))
     kinds = _attribute(text, "layer_types")
     if isinstance(kinds, list) and len(kinds) == figures["num_hidden_layers"]:
         figures["layer_types"] = [str(kind) for kind in kinds]

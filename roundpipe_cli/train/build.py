@@ -22,6 +22,7 @@ from roundpipe_cli.costs.memory import (
     trained_head_bytes,
     without_gaps,
 )
+from roundpipe_cli.costs.models import ATTENTION_DROPOUT
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
@@ -246,7 +247,8 @@ def _chunk_parts(setup: Setup, form: _Form, keys: torch.Tensor, values: torch.Te
     width = keys.shape[-1] + values.shape[-1]
     tokens, key_heads = form.rows * form.context, keys.shape[1]
     buffers = tokens * key_heads * width * (size + 4)
-    is_plain = setup.attends_in_rows and config._attn_implementation == NAME
+    drops = any(getattr(config.get_text_config(), name, None) for name in ATTENTION_DROPOUT)
+    is_plain = setup.attends_in_rows and config._attn_implementation == NAME and not drops
     if is_plain and chunks_need_no_mask(keys, values):
         return buffers, size * tokens * key_heads * width
     heads: int = config.get_text_config().num_attention_heads

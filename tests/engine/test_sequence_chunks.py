@@ -34,6 +34,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.train.build import make_planner
+from roundpipe_cli.train.checkpoint.resume import describe_other_bits, run_state
 from roundpipe_cli.train.prepare.rows import describe_padded_to_chunks
 from scripts import memory_table
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
@@ -181,11 +182,17 @@ def test_packed_chunks_are_whole_rows_alone(model_type: str, by_rows: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "gemma3_text", "olmo_hybrid", pytest.param("qwen3_5_moe_text", marks=pytest.mark.sweep)]
+    "model_type",
+    [
+        *("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "olmo_hybrid"),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("apertus", "qwen3_5_moe_text")),
+    ],
 )
 def test_packed_chunks_differ_by_rounding_alone(model_type: str, in_float64: None) -> None:
-    """State of a gated delta rule and of its convolution begins anew with each row, and goes on with the next chunk."""
+    """State of a gated delta rule and of its convolution begins anew with each row, and goes on with the next chunk.
+    In float32 the one number of apertus' activation, a sum over all tokens, is up to 8e-5 apart."""
     config = hybrid_config(model_type) if model_type in GATED_DELTA else None
+    config = tiny_config_of(model_type) if model_type == "apertus" else config
     rig = make_rig(model_type, config=config, dtype=torch.float64)
     rig.store.gradients = [torch.zeros(one.num_trainable_elements, dtype=torch.float64) for one in rig.store.layouts]
     compare_packed(rig, (ROWS, MORE_ROWS), 6, 1e-10, attends_in_rows=True)
@@ -406,12 +413,16 @@ GEMMA4 = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8}
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "without"),
-    [("gpt_oss", {}, False), ("deepseek_v3", LATENT, False), ("gemma4_text", GEMMA4, True)],
+    [
+        *(("gpt_oss", {}, False), ("deepseek_v3", LATENT, False), ("gemma4_text", GEMMA4, True)),
+        ("llama", {"attention_dropout": 0.1}, False),
+    ],
 )
 def test_a_run_counts_masks_where_its_chunks_have_them(
     model_type: str, changes: Any, without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: those of sinks, and of values narrower than keys, were not counted; heads of two widths ended the run."""
+    """Story: those of sinks, of values narrower than keys and with dropout were not counted; heads of two widths ended
+    the run."""
     folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model", model_type, **changes))
     setup, found = setup_of(folder, "pipeline.sequence_chunks=3", "dtype=bfloat16"), list[list[float]]()
     monkeypatch.setattr(attention, "_least_capability", (9, 0))
@@ -421,6 +432,16 @@ def test_a_run_counts_masks_where_its_chunks_have_them(
     pairs = setup.probe.find_chunk_pairs()
     assert len(pairs) == setup.split.num_blocks and {pair[0].dim() for pair in pairs} == {4}
     assert (found[1] != found[0]) is without and all(map(float.__le__, *(map(float, each) for each in found[::-1])))
+
+
+def test_a_resume_says_that_chunks_attend_otherwise(tmp_path: Path) -> None:
+    """Story: chunks of windows had masks, and a checkpoint from then went on with other last bits without a word."""
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model", "mistral"))
+    setup = setup_of(folder, "pipeline.sequence_chunks=3")
+    saved = run_state(setup)
+    assert describe_other_bits(saved, setup) is None
+    del saved["computed_by"]["attention of chunks"]
+    assert "attention of chunks is without masks, was not noted" in str(describe_other_bits(saved, setup))
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,18 @@ from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.exact_counts import EXACT_TYPES, is_counted_exactly
 from roundpipe_cli.costs.find_model import built_architecture, find_config, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import TIED_BY_DEFAULT, Architecture, parse_config
+from roundpipe_cli.costs.models import ATTENTION_DROPOUT, COUNTED_TYPES, TIED_BY_DEFAULT, Architecture, parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
+from roundpipe_cli.model.attention import EAGER
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts_of
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe
+from tests.support.covering import swept
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 from tests.support.wrappers import tiny_wrapper
 
@@ -153,6 +155,42 @@ def test_chunks_masks_are_counted_where_a_run_has_them(
     architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
     settings = TrainingSettings(64, num_microbatches=4, sequence_chunks=4)
     assert case_of(architecture, settings, parse_hardware("1x4090")).settings.flash_chunks is not is_masked
+
+
+SEEN = ("llama", "codegen", "vaultgemma", "granite_swa", "gpt_bigcode")
+
+
+@pytest.mark.parametrize("model_type", [*SEEN, *swept(sorted(COUNTED_TYPES.difference(SEEN)))])
+def test_the_tables_know_whose_attention_keeps_scores_or_drops_weights(model_type: str) -> None:
+    """Story: seven types with attention of their own were planned as if no scores were kept, and dropout, with which no
+    kernel takes a chunk, as if there was none."""
+    config, defaults = tiny_config_of(model_type), CONFIG_MAPPING[model_type]()
+    is_eager = build_skeleton(config, torch.bfloat16).config._attn_implementation == EAGER
+    own = {key: value for key, value in config.to_dict().items() if key not in ATTENTION_DROPOUT}
+    found = parse_config(own, name="here", source="a test")
+    assert found.keeps_scores == is_eager
+    assert found.masks_chunks == any(getattr(defaults, name, None) for name in ATTENTION_DROPOUT)
+    assert parse_config({**own, "attention_dropout": 0.1}, name="here", source="a test").masks_chunks
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "keeps_scores"),
+    [
+        *(("gpt_neo", {}, True), ("xglm", {}, True), ("mamba", {}, False)),
+        ("gemma4_text", {"global_head_dim": 48}, False),
+    ],
+)
+def test_a_built_model_says_how_wide_heads_are_and_what_attention_keeps(
+    model_type: str, changes: dict[str, Any], keeps_scores: bool, tmp_path: Path
+) -> None:
+    """Story: heads of two widths counted as hidden size by heads, and scores of models' own attention as none."""
+    folder, _ = put_model(tmp_path, model_type, **changes)
+    found = built_architecture(counts_of(folder, "here"), name="here", source="a test")
+    assert found.keeps_scores is keeps_scores
+    model = build_skeleton(tiny_config_of(model_type, **changes), torch.bfloat16)
+    widths = [module.head_dim for module in model.modules() if isinstance(getattr(module, "head_dim", None), int)]
+    if changes:
+        assert len(set(widths)) == 2 and found.head_dim == round(sum(widths) / len(widths))
 
 
 def test_the_tables_are_taken_only_where_they_are_exact() -> None:

@@ -120,10 +120,12 @@ def _computed_by(setup: Setup) -> dict[str, Any]:
     """Settings that may change at a resume and that change the last bits of what is computed."""
     pipeline, kinds = setup.recipe.pipeline, sorted({device.partition(":")[0] for device in setup.devices})
     threads = threads_per_worker(pipeline.threads_per_worker, len(setup.devices)) if "cpu" in kinds else None
+    masks = "without masks" if pipeline.num_chunks > 1 and setup.attends_in_rows else "with masks"
     return {
         "pipeline.devices": " and ".join(kinds),
         "pipeline.threads_per_worker": threads,
         "pipeline.sequence_chunks": pipeline.num_chunks,
+        "attention of chunks": None if pipeline.num_chunks == 1 else masks,
     }
 
 
@@ -131,9 +133,9 @@ def describe_other_bits(saved: Mapping[str, Any], setup: Setup) -> str | None:
     """A notice about what changed since the checkpoint, `saved`, and changes the last bits; None: nothing did."""
     was = saved.get("computed_by")
     changes = [
-        f"{key} is {now}, was {was[key]}"
+        f"{key} is {now}, was {was.get(key, 'not noted')}"
         for key, now in _computed_by(setup).items()
-        if isinstance(was, dict) and key in was and was[key] != now
+        if isinstance(was, dict) and was.get(key) != now
     ]
     return f"{'; '.join(changes)}: numbers differ in their last bits from here on" if changes else None
 
