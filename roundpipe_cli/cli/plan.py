@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -313,6 +313,8 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "arithmetic_s": answer.arithmetic_s,
             "launches_s": answer.launches_s,
             "waiting_s": answer.waiting_s,
+            "waiting_for_rows_s": answer.waiting_for_rows_s,
+            "attention_s": answer.attention_s,
             "tokens_per_s": answer.tokens_per_s,
             "bubble_ratio": answer.bubble_ratio,
             "device_peak_bytes": verdict.device.total_bytes,
@@ -379,10 +381,18 @@ def plan_text(
     unequal = who_does_what(answer.question, lambda: answer.timeline)
     lines += [*unequal, ""] if unequal else []
     lines += [*_memory_lines(answer), ""]
-    lines += [*_link_lines(answer), ""]
+    lines += [*_link_lines(answer), *_part_lines(answer), ""]
     if answer.explanation:
         lines += ["why this cut", *(f"  {line}" for line in answer.explanation), ""]
     return [*lines, "what this rests on", *(f"  {line}" for line in _assumptions(answer, length))]
+
+
+def _part_lines(answer: Plan) -> Iterator[str]:
+    """What the arithmetic and the waiting of a step are made of."""
+    moving_s = answer.waiting_s - answer.waiting_for_rows_s
+    waits = f"rows over workers {format_seconds(answer.waiting_for_rows_s)}, transfers and updates"
+    parts = [f"attention {format_seconds(answer.attention_s)} of the arithmetic"] if answer.attention_s else []
+    yield "; ".join([*parts, f"of the waiting {waits} {format_seconds(moving_s)}"])
 
 
 def _solution_lines(answer: Plan, solution: Solution) -> list[str]:

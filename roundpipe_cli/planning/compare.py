@@ -62,6 +62,11 @@ class StageCut:
     explanation: tuple[str, ...] = ()
     """Reasons for these stages, a sentence each."""
 
+    @property
+    def last_forward(self) -> int:
+        """The last layer of the forward stages; those behind it are computed once. -1: there are no such stages."""
+        return max((last for _, last in self.forward_stages), default=-1)
+
 
 @dataclass(frozen=True)
 class Result:

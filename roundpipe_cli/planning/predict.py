@@ -9,8 +9,9 @@ from functools import cached_property
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, fused_share
-from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost
-from roundpipe_cli.costs.hardware import Hardware
+from roundpipe_cli.costs.block_work import block_work
+from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost, without_bytes
+from roundpipe_cli.costs.hardware import Hardware, rates_of
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, with_cached_weights
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
@@ -127,8 +128,7 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
     if not passes:
         return 0.0
     costs, workers, wanted = step_costs(question, cut), question.num_workers, question.settings.num_microbatches
-    covered = max((last for _, last in cut.forward_stages), default=-1)
-    own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
+    own = cut.forward_stages + (cut.backward_stages[:1] if cut.last_forward < len(costs.layers) - 1 else ())
     once = min(wanted, SCORED_PER_WORKER * workers)
     stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
     schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
@@ -140,10 +140,9 @@ def launches_of(question: PlanRequest, cut: StageCut) -> tuple[float, float]:
 
     Layers that no forward stage has are computed once, within the first backward stage.
     """
-    covered = max((last for _, last in cut.forward_stages), default=-1)
     issued_s = starved_s = 0.0
     for index, layer in enumerate(question.costs.layers):
-        forwards = 2 if layer.recompute and index <= covered else 1
+        forwards = 2 if layer.recompute and index <= cut.last_forward else 1
         issued_s += forwards * layer.launches_s[0] + layer.launches_s[1]
         starved_s += forwards * layer.starved_s[0] + layer.starved_s[1]
     count, speeds = question.settings.num_microbatches, question.costs.worker_speed or (1.0,) * question.num_workers
@@ -307,6 +306,29 @@ class Plan:
         found = {"arithmetic": self.arithmetic_s, "launches": self.launches_s, "waiting": self.waiting_s}
         return ", ".join(f"{name} {format_seconds(max(0.0, seconds))}" for name, seconds in found.items())
 
+    @cached_property
+    def waiting_for_rows_s(self) -> float:
+        """Part of `waiting_s` that is left where nothing is moved or updated: rows that do not fill all workers."""
+        question = self.question
+        bare = replace(question, analytic=replace(question.analytic, costs=without_bytes(question.costs)))
+        step = simulate_step(bare, self.cut)
+        return min(self.waiting_s, step.bubble_ratio * step.step_s)
+
+    @property
+    def attention_s(self) -> float:
+        """Part of `arithmetic_s` in which a GPU multiplies for attention itself, by formula."""
+        question, settings = self.question, self.question.settings
+        if len(question.gpus) < question.num_workers:
+            return 0.0
+        architecture, hardware, flops = question.architecture, question.hardware, 0.0
+        rates = rates_of(hardware.devices[0], settings.dtype, "fp16" if settings.float16_accumulation else "fp32")
+        works = {block: block_work(architecture, block, settings) for block in set(architecture.blocks)}
+        for index, block in enumerate(architecture.blocks, 1):
+            again = question.costs.layers[index].recompute and index <= self.cut.last_forward
+            flops += (2 if again else 1) * works[block].forward.attention_flops + works[block].backward.attention_flops
+        speeds = question.costs.worker_speed or (1.0,) * question.num_workers
+        return settings.num_microbatches * rates.flops_s(flops, attention=True) / sum(speeds)
+
     @property
     def binds(self) -> str:
         """Name in `needs_s` of what binds a step."""
@@ -414,7 +436,7 @@ def _plan(question: PlanRequest) -> Plan:
     issued_s, launches_s = launches_of(question, cut)
     pairs_s = reference_s(question, cut)
     step_s = step.step_s + pairs_s
-    needs_s = _needs_s(question, step, issued_s, launches_s)
+    needs_s = _needs_s(question, cut, step, issued_s, launches_s)
     reference = f"the base model's forward, which answers are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
@@ -601,22 +623,36 @@ def _longest_round(question: PlanRequest, cut: StageCut) -> int:
     return next(fits, min(least, total))
 
 
-def _needs_s(question: PlanRequest, step: SimulatedStep, issued_s: float, launches_s: float) -> dict[str, float]:
+def _needs_s(
+    question: PlanRequest, cut: StageCut, step: SimulatedStep, issued_s: float, launches_s: float
+) -> dict[str, float]:
     workers, costs = question.num_workers, question.costs
+    updates_s = sum(layer.optimizer_s for layer in costs.layers)
     return {
         "arithmetic": step.step_s * (1 - step.bubble_ratio) - launches_s,
         "launches": issued_s,
         "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
-        "optimizer on the host": sum(layer.optimizer_s for layer in costs.layers),
+        "optimizer on the host": updates_s,
         "memory of the host": step.host_memory_s,
+        "updates before backward": updates_s + _backward_s(question, cut),
     }
 
 
+def _backward_s(question: PlanRequest, cut: StageCut) -> float:
+    """Seconds of all backward stages for a worker on average. None begins before the last blocks are updated, which are
+    so after all others, the host updating layers one at a time."""
+    costs, each_s = step_costs(question, cut), 0.0
+    for index, layer in enumerate(costs.layers):
+        each_s += layer.backward_s + (layer.forward_s if layer.recompute or index > cut.last_forward else 0.0)
+    return question.settings.num_microbatches * each_s / sum(costs.worker_speed or (1.0,) * question.num_workers)
+
+
 def what_binds(needs_s: Mapping[str, float], launches_s: float) -> str:
-    """The name with most seconds; launches if they lengthen the arithmetic by `LAUNCHES_BIND` of it."""
+    """The name with most seconds, of almost equal ones the first; launches if they lengthen the arithmetic by
+    `LAUNCHES_BIND` of it."""
     if launches_s > LAUNCHES_BIND * needs_s["arithmetic"]:
         return "launches"
-    return max(needs_s, key=needs_s.__getitem__)
+    return next(name for name, seconds in needs_s.items() if 1.01 * seconds >= max(needs_s.values()))
 
 
 def _describe_needs(needs_s: Mapping[str, float], launches_s: float) -> str:

@@ -35,7 +35,10 @@ class Summary:
     """Assumed figures that the reasons name: the option of a machine that sets one -> the figure."""
 
 
-RATE_OF = {"links to the workers": "pcie_gb_per_s", "memory of the host": "host_memory_gb_per_s"}
+RATE_OF = {
+    "links to the workers": "pcie_gb_per_s",
+    **dict.fromkeys(("memory of the host", "updates before backward"), "host_memory_gb_per_s"),
+}
 """Name in `Plan.needs_s` -> the option of a machine that sets the rate of it."""
 
 

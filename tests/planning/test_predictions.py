@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.plan import plan_document, verdict_lines
+from roundpipe_cli.cli.plan import plan_document, plan_text, verdict_lines
 from roundpipe_cli.costs import analytic
 from roundpipe_cli.dashboard.html import range_note
 from roundpipe_cli.planning import choose, predict
@@ -88,6 +88,30 @@ def test_launches_bind_on_one_card_too(cards: str) -> None:
     lines = verdict_lines(plan)
     assert f"  of which        {plan.parts}" in lines and any(line.startswith("  launches bind ") for line in lines)
     assert re.fullmatch(r"arithmetic \S+ m?s, launches \S+ m?s, waiting \S+ m?s", plan.parts)
+
+
+def test_what_a_long_step_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: full fine-tuning of experts idles 37 % of a step, of which the memory of the host explained half: backward
+    begins when the last blocks are updated. What is left are rows that do not fill the workers."""
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
+    words = "dtype: float16\nfloat16_accumulation: true\nmicro_batch_tokens: 16384\ngradient_accumulation_steps: 128\n"
+    text = RECIPE.format("openai/gpt-oss-20b", "full").replace("512", "2048") + words
+    experts = make_plan(load_text(text, "r.yaml"), "8x4090,host_memory_gib=745")
+    assert experts.binds == "updates before backward" and experts.bubble_ratio > 0.3
+    bound_s = experts.needs_s["updates before backward"]
+    assert 0.95 * experts.step_s < bound_s + experts.waiting_for_rows_s and bound_s < experts.step_s
+    text = RECIPE.format("Qwen/Qwen3-1.7B", "full").replace("512", "16384") + "gradient_accumulation_steps: 10\n"
+    rows = make_plan(load_text(text, "r.yaml"), "8x4090,host_memory_gib=745")
+    assert 0.5 * rows.waiting_s < rows.waiting_for_rows_s <= rows.waiting_s  # ten rows for eight workers
+    assert 0.1 * rows.arithmetic_s < rows.attention_s < rows.arithmetic_s
+    for plan in (experts, rows):
+        assert max(plan.needs_s.values()) <= 1.001 * plan.step_s
+        predicted = plan_document(plan, None)["predicted"]
+        assert predicted["waiting_for_rows_s"] == plan.waiting_for_rows_s and predicted["attention_s"] > 0
+        line = next(line for line in plan_text(plan, None) if line.startswith("attention "))
+        assert re.fullmatch(
+            r"attention .* of the arithmetic; of the waiting rows over .*, transfers and updates .*s", line
+        )
 
 
 def test_launches_of_recomputes_that_are_left_out_are_not_counted() -> None:

@@ -40,7 +40,8 @@ from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 from roundpipe_cli.units import shown_step
 
 MEMORY_HINT = (
-    "lower micro_batch_size (or micro_batch_tokens) or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
+    "lower micro_batch_size (or micro_batch_tokens) or max_seq_length, cut long rows (pipeline.sequence_chunks=4), "
+    "set pipeline.recompute=layer, or on_oom=adapt"
 )
 
 
