@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -381,18 +381,18 @@ def plan_text(
     unequal = who_does_what(answer.question, lambda: answer.timeline)
     lines += [*unequal, ""] if unequal else []
     lines += [*_memory_lines(answer), ""]
-    lines += [*_link_lines(answer), *_part_lines(answer), ""]
+    lines += [*_link_lines(answer), _parts_line(answer), ""]
     if answer.explanation:
         lines += ["why this cut", *(f"  {line}" for line in answer.explanation), ""]
     return [*lines, "what this rests on", *(f"  {line}" for line in _assumptions(answer, length))]
 
 
-def _part_lines(answer: Plan) -> Iterator[str]:
-    """What the arithmetic and the waiting of a step are made of."""
-    moving_s = answer.waiting_s - answer.waiting_for_rows_s
-    waits = f"rows over workers {format_seconds(answer.waiting_for_rows_s)}, transfers and updates"
-    parts = [f"attention {format_seconds(answer.attention_s)} of the arithmetic"] if answer.attention_s else []
-    yield "; ".join([*parts, f"of the waiting {waits} {format_seconds(moving_s)}"])
+def _parts_line(answer: Plan) -> str:
+    """Parts of a step's arithmetic and waiting."""
+    rows_s, attention_s = answer.waiting_for_rows_s, answer.attention_s
+    waits = f"rows over workers {format_seconds(rows_s)}, transfers and updates"
+    waits = f"of the waiting {waits} {format_seconds(answer.waiting_s - rows_s)}"
+    return f"attention {format_seconds(attention_s)} of the arithmetic; {waits}" if attention_s else waits
 
 
 def _solution_lines(answer: Plan, solution: Solution) -> list[str]:

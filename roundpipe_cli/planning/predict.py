@@ -436,7 +436,7 @@ def _plan(question: PlanRequest) -> Plan:
     issued_s, launches_s = launches_of(question, cut)
     pairs_s = reference_s(question, cut)
     step_s = step.step_s + pairs_s
-    needs_s = _needs_s(question, cut, step, issued_s, launches_s)
+    needs_s = _needs_s(question, step, issued_s, launches_s, backward_s=_backward_s(question, cut))
     reference = f"the base model's forward, which answers are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
@@ -624,7 +624,7 @@ def _longest_round(question: PlanRequest, cut: StageCut) -> int:
 
 
 def _needs_s(
-    question: PlanRequest, cut: StageCut, step: SimulatedStep, issued_s: float, launches_s: float
+    question: PlanRequest, step: SimulatedStep, issued_s: float, launches_s: float, *, backward_s: float
 ) -> dict[str, float]:
     workers, costs = question.num_workers, question.costs
     updates_s = sum(layer.optimizer_s for layer in costs.layers)
@@ -634,7 +634,7 @@ def _needs_s(
         "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
         "optimizer on the host": updates_s,
         "memory of the host": step.host_memory_s,
-        "updates before backward": updates_s + _backward_s(question, cut),
+        "updates before backward": updates_s + backward_s,
     }
 
 

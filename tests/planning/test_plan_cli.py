@@ -64,9 +64,10 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
         "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
-        "step_s", "arithmetic_s", "launches_s", "waiting_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes",
-        "host_bytes", "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range",
-        "tokens_per_s_range", "range_rests_on", "run_steps", "run_s", "dollars_per_billion_tokens", "dollars_of_run",
+        "step_s", "arithmetic_s", "launches_s", "waiting_s", "waiting_for_rows_s", "attention_s", "tokens_per_s",
+        "bubble_ratio", "device_peak_bytes", "host_bytes", "loading_host_bytes", "disk_bytes", "upload_bytes_per_step",
+        "step_s_range", "tokens_per_s_range", "range_rests_on", "run_steps", "run_s",
+        "dollars_per_billion_tokens", "dollars_of_run",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32
