@@ -238,6 +238,8 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
     with watching(loaded.recipe.watchdog_s):
         question = ask(loaded, hardware, build=build_counts, answers=Answers())
         used = cards_worth_using(question)
+    if (machines := used.hardware.machines) > 1:
+        say(f"note: a step on one of {machines} machines, without their exchange of gradients")
     if used.num_workers < question.num_workers:
         say(f"note: as in `plan`, on {used.num_workers} of {question.num_workers} GPUs")
     return used

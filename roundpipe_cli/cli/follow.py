@@ -94,6 +94,8 @@ def simulated_run(answer: Plan) -> SimulatedRun:
         notes.append(f"lanes show {format_seconds(shown_s)}, a part of the {settings.num_microbatches} microbatches")
     elif answer.binds == "launches":
         notes.append(f"of a step: {answer.parts}")
+    if question.hardware.machines > 1:
+        notes.append(f"lanes show one of {question.hardware.machines} machines, without their exchange of gradients")
     packed = f" {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
     return SimulatedRun(
         title=question.architecture.name.rpartition("/")[2],
@@ -101,7 +103,7 @@ def simulated_run(answer: Plan) -> SimulatedRun:
         devices=tuple(f"{name}:{index}" for index, name in enumerate(names)),
         timeline=answer.timeline,
         step_s=answer.step_s,
-        tokens=int(settings.num_microbatches * settings.tokens_per_microbatch),
+        tokens=question.tokens_per_step,
         notes=tuple(notes),
     )
 

@@ -259,7 +259,7 @@ def choose_settings(
     by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
     chosen, why_method = _method(architecture, machine, dtype, asked=method, objective=objective)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
-    per_step, why_rows = _rows(length, len(machine.devices), num_rows)
+    per_step, why_rows = _rows(length, len(machine.devices) * machine.machines, num_rows)
     pipeline = loaded.recipe.pipeline
     recipe = replace(
         loaded.recipe,
@@ -296,7 +296,8 @@ def _about_machine(plan: Plan) -> str:
 
 def _about_plan(plan: Plan, why_rows: str, path: Path) -> Iterator[str]:
     question, verdict = plan.question, plan.verdict
-    recipe, workers, count = question.given.recipe, question.num_workers, question.settings.num_microbatches
+    recipe, machines = question.given.recipe, question.hardware.machines
+    workers, count = question.num_workers * machines, question.settings.num_microbatches * machines
     yield f"max_seq_length {recipe.max_seq_length}: longer rows are cut."
     per_step, each = recipe.gradient_accumulation_steps, f", {count / workers:g} for each of {workers} workers"
     yield (

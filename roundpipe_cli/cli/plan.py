@@ -55,8 +55,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     lines += [f"  {note}" for note in question.architecture.notes]
     lines += [f"  {choice}" for choice in question.choices if choice.startswith(CHUNKS_KEY)]
     lines += [f"  warning: {answer.warning}"] if answer.warning else []
-    tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
-    bubble = f"{tokens:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
+    bubble = f"{question.tokens_per_step:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
     if summary.word == "DOES NOT FIT":
         bubble += ", if it did fit"
     a_step = " to ".join(format_seconds(seconds) for seconds in answer.band.around(answer.step_s))
@@ -87,13 +86,14 @@ def _cost_lines(answer: Plan, length: RunLength, time: Forecast) -> list[str]:
     """A line with the cost of the run and of a billion tokens; none where the machine has no price."""
     run, each = cost_of_run(answer, length, time), answer.dollars_per_billion_tokens
     of_run = "" if run is None else f"${run:,.2f} for the run, "
-    at = f"at ${answer.question.hardware.price} an hour"
+    hardware = answer.question.hardware
+    at = f"at ${hardware.price} an hour{' for each machine' if hardware.machines > 1 else ''}"
     return [] if each is None else [f"  cost            {of_run}${each:,.0f} for a billion tokens, {at}"]
 
 
 def cost_of_run(answer: Plan, length: RunLength, time: Forecast) -> float | None:
     """Dollars; None where the price or the number of steps is not known."""
-    price = answer.question.hardware.price
+    price = answer.question.hardware.price_of_all
     return None if price is None or length.steps is None else price / 3600 * length.steps * time.step_s
 
 
@@ -228,7 +228,7 @@ def plan(
         typer.Option("--compare", help="A row for each combination of values: hardware=1x4090,2x4090 lora.r=8,16."),
     ] = False,
     price: Annotated[
-        float | None, typer.Option(min=0.0, help="Dollars per hour of the machine: also show what training costs.")
+        float | None, typer.Option(min=0.0, help="Dollars per hour of each machine: also show what training costs.")
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also show every stage, memory by part, links and assumptions.")
@@ -304,6 +304,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "fits": verdict.fits,
         "reasons": list(verdict.reasons),
         "workers": answer.question.num_workers,
+        "machines": answer.question.hardware.machines,
         "sequence_chunks": answer.question.settings.sequence_chunks,
         "forward_stages": [list(stage) for stage in answer.cut.forward_stages],
         "backward_stages": [list(stage) for stage in answer.cut.backward_stages],
@@ -315,6 +316,8 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "waiting_s": answer.waiting_s,
             "waiting_for_rows_s": answer.waiting_for_rows_s,
             "attention_s": answer.attention_s,
+            "exchange_s": answer.exchange.waiting_s,
+            "exchange_bytes_per_step": answer.exchange.num_bytes,
             "tokens_per_s": answer.tokens_per_s,
             "bubble_ratio": answer.bubble_ratio,
             "device_peak_bytes": verdict.device.total_bytes,
@@ -507,6 +510,9 @@ def _link_lines(answer: Plan) -> list[str]:
         f"  {format_bytes(links.boundaries_down):>10}  hidden states and their gradients back",
         f"  {format_bytes(links.gradients_down):>10}  weight gradients back",
     ]
+    if answer.exchange.network_s:
+        sent = f"{format_bytes(answer.exchange.num_bytes)} to and from other machines"
+        lines.append(f"{sent}: {format_seconds(answer.exchange.network_s)}, from each layer's last microbatch on")
     issued_s = answer.needs_s["launches"]
     if issued_s and not _launches(answer):
         took = f"{format_seconds(issued_s)} ({100 * issued_s / answer.step_s:.0f} % of the step)"

@@ -65,30 +65,14 @@ def check_environment(recipe: Recipe) -> torchrun.Process:
             expected="one process on each machine: it drives all of the machine's devices",
             hint="torchrun --nproc-per-node 1, or roundpipe without torchrun; else name pipeline.devices",
         )
+    from roundpipe_cli.planning.admission import check_shareable
+
+    check_shareable(recipe, process.count)
     if process.count > 1:
-        _refuse_unshareable(recipe, process.count)
         torchrun.require_address()
     if notice := torchrun.launched_without_ranks():
         say(f"note: {notice}")
     return process
-
-
-def _refuse_unshareable(recipe: Recipe, count: int) -> None:
-    alone = (
-        ("objective", recipe.objective, Recipe.objective),
-        ("on_oom", recipe.on_oom, "stop"),
-        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
-    )
-    for key, value, only in alone:
-        if value != only:
-            found, expected = str(value).lower(), str(only).lower()
-            raise RefusedError(f"{key}: not with several machines", found=found, expected=expected)
-    if recipe.microbatches_per_step < count:
-        raise RefusedError(
-            "gradient_accumulation_steps: fewer microbatches in a step than machines",
-            found=f"{recipe.microbatches_per_step} microbatches, {count} machines",
-            expected="at least one for each; several for each of its devices",
-        )
 
 
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:

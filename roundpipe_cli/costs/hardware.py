@@ -9,6 +9,8 @@ A machine in words is groups joined by `+`, each a count and a name, then figure
     8x4090,host_memory_gib=512,accumulate=fp16   figures of the machine
     2x3090 64GB                                  host memory as people write it: `64 GB RAM`, `, 64GB` alike
     their.json                                   a machine that `roundpipe doctor --measure` measured, figures as above
+    8x4090,machines=2,network_gb_per_s=1.25      two such machines, and what goes each way between them; all other
+                                                 figures, the price too, are of each
 
 All rates are per second, in plain bytes and floating-point operations.
 """
@@ -39,6 +41,7 @@ from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
+MAX_MACHINES = 64
 MAX_CHARACTERS = 4000
 """The longest description of GPUs; a kind of them with all its figures takes about a hundred."""
 ASSUMED_HOST_MEMORY_PER_GPU_BYTES = 128 * GIB
@@ -112,7 +115,16 @@ class Hardware:
     host_memory_is_assumed: bool = False
     host_rate_is_given: bool = False
     price: float | None = None
-    """Dollars per hour; None: nobody gave it."""
+    """Dollars per hour of each machine; None: nobody gave it."""
+    machines: int = 1
+    """Machines like this one, which train together."""
+    network_bytes_per_s: float | None = None
+    """Rate between them, for each in each direction; None: there is one machine."""
+
+    @property
+    def price_of_all(self) -> float | None:
+        """Dollars per hour of all machines."""
+        return None if self.price is None else self.machines * self.price
 
     @property
     def assumed(self) -> dict[str, str]:
@@ -272,6 +284,9 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     if len(devices) > MAX_WORKERS:
         raise RefusedError("too many GPUs", where=where, found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
     options = _parse_figures(option_texts, _OPTIONS, where)
+    machines, network_gb_per_s = _parse_machines(options, where)
+    if machines > 1:
+        machine_text += f", {machines} such machines with {network_gb_per_s:g} GB/s between them"
     host_memory_gib = options.get("host_memory_gib")
     if host_memory_gib is None:
         host_memory_bytes = ASSUMED_HOST_MEMORY_PER_GPU_BYTES * len(devices)
@@ -297,7 +312,22 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         host_memory_is_assumed=host_memory_gib is None,
         host_rate_is_given="host_memory_gb_per_s" in options,
         price=options.get("price"),
+        machines=machines,
+        network_bytes_per_s=None if network_gb_per_s is None else network_gb_per_s * 1e9,
     )
+
+
+def _parse_machines(options: dict[str, Any], where: str) -> tuple[int, float | None]:
+    """The number of machines, and GB/s between them; None for one."""
+    machines, network_gb_per_s = options.get("machines", 1), options.get("network_gb_per_s")
+    if machines > MAX_MACHINES:
+        raise RefusedError("too many machines", where=where, found=str(machines), expected=f"1 to {MAX_MACHINES}")
+    if (machines > 1) != (network_gb_per_s is not None):
+        what = "the network between the machines is not given" if machines > 1 else "a network, but only one machine"
+        expected = "machines= and network_gb_per_s=, gigabytes a second that each machine sends and receives"
+        hint = f"machines={max(2, machines)},network_gb_per_s=1.25 for 10 Gbit/s"
+        raise RefusedError(what, where=where, expected=expected, hint=hint)
+    return machines, network_gb_per_s
 
 
 HOST_MEMORY = re.compile(
@@ -458,7 +488,11 @@ def _kinds(name: str) -> set[str]:
     return {kind for kind, words in _KINDS.items() if re.search(words, name.lower())}
 
 
-_OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate", "price"]
+_OPTIONS = [
+    *("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate", "price"),
+    *("machines", "network_gb_per_s"),
+]
+_WHOLE = ("pcie_generation", "pcie_lanes", "machines")
 
 
 def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, Any]:
@@ -485,9 +519,11 @@ def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, 
             number = float(value)
         except ValueError:
             number = -1.0
-        if not (0 < number < 1e9 or (number == 0 and key == "disk_free_gib")):
-            raise RefusedError(f"{key} is not a number above 0", where=where, found=value, expected="such as 24")
-        figures[key] = int(number) if key in ("pcie_generation", "pcie_lanes") else number
+        is_whole = key in _WHOLE
+        if not (0 < number < 1e9 or (number == 0 and key == "disk_free_gib")) or (is_whole and number % 1):
+            what = f"{key} is not a {'whole ' * is_whole}number above 0"
+            raise RefusedError(what, where=where, found=value, expected=f"such as {2 if is_whole else 24}")
+        figures[key] = int(number) if is_whole else number
     return figures
 
 

@@ -54,6 +54,29 @@ def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
     )
 
 
+def check_shareable(recipe: Recipe, machines: int) -> None:
+    """Refuse what several machines cannot train together.
+
+    Raises:
+        RefusedError: a key of the recipe, or too few microbatches in a step.
+    """
+    alone = (
+        ("objective", recipe.objective, Recipe.objective),
+        ("on_oom", recipe.on_oom, "stop"),
+        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
+    )
+    for key, value, only in alone if machines > 1 else ():
+        if value != only:
+            found, expected = str(value).lower(), str(only).lower()
+            raise RefusedError(f"{key}: not with several machines", found=found, expected=expected)
+    if recipe.microbatches_per_step < machines:
+        raise RefusedError(
+            "gradient_accumulation_steps: fewer microbatches in a step than machines",
+            found=f"{recipe.microbatches_per_step} microbatches, {machines} machines",
+            expected="at least one for each; several for each of its devices",
+        )
+
+
 def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_seq_length: int) -> None:
     """Refuse rows that a configuration's own words rule out; everything else about them is proven by `finetune`.
 

@@ -22,6 +22,7 @@ from roundpipe_cli.planning.choose import case_for, choose, dealing_options, giv
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round
 from roundpipe_cli.planning.dealing import MIN_GAIN, deal_out
+from roundpipe_cli.planning.exchange import Exchange, exchange_of, without_updates
 from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.planning.question import (
     Build,
@@ -83,11 +84,13 @@ class SimulatedStep:
     links: LinkBytes
     host_memory_s: float
     """Seconds in which the host's memory serves all links, gradients and updates."""
+    exchange: Exchange = Exchange()
+    """With other machines."""
 
 
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     """One optimizer step as it follows another one. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more
-    rounds cost."""
+    rounds cost. With other machines it has the sums of gradients in it."""
     wanted, costs = question.settings.num_microbatches, step_costs(question, cut)
     rounds, full = _rounds(question, cut), _num_simulated(question, cut)
     program = _program(question, cut, full)
@@ -101,8 +104,12 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
         num_bytes = [
             int(most + growth * (most - less)) for most, less in zip(num_bytes, _link_bytes(shorter), strict=True)
         ]
+    exchange = Exchange()
+    if question.hardware.machines > 1:
+        exchange = exchange_of(question, cut, simulate_program(program, costs))
+        step_s += exchange.waiting_s + exchange.update_s
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
-    return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes), host_s)
+    return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes), host_s, exchange)
 
 
 def _rounds(question: PlanRequest, cut: StageCut) -> int:
@@ -159,6 +166,8 @@ def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     """Costs of the layers in a step: those in the weight cache upload only what is trained, and what visits take once
     is shared out over their microbatches."""
     settings, costs = question.settings, shared_costs(question, cut)
+    if question.hardware.machines > 1:  # where no update runs beside the next step
+        costs = without_updates(costs)
     if not settings.weight_cache_bytes:
         return costs
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
@@ -285,6 +294,8 @@ class Plan:
     """Part of `step_s` in which a worker waits for the launches of what it computes, on average."""
     bubble_ratio: float
     links: LinkBytes
+    exchange: Exchange
+    """With other machines."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
     needs_s: Mapping[str, float]
@@ -292,18 +303,20 @@ class Plan:
 
     @property
     def waiting_s(self) -> float:
-        """Part of `step_s` in which a worker has nothing to compute, on average: the bubble."""
-        return self.bubble_ratio * self.step_s
+        """Part of `step_s` in which a worker has nothing to compute, on average: the bubble but for the exchange."""
+        return self.bubble_ratio * self.step_s - self.exchange.waiting_s
 
     @property
     def arithmetic_s(self) -> float:
         """The rest of `step_s`: a worker computes."""
-        return self.step_s - self.launches_s - self.waiting_s
+        return (1 - self.bubble_ratio) * self.step_s - self.launches_s
 
     @property
     def parts(self) -> str:
         """The parts of `step_s` for a worker on average, in words that reports use as well."""
         found = {"arithmetic": self.arithmetic_s, "launches": self.launches_s, "waiting": self.waiting_s}
+        if self.question.hardware.machines > 1:
+            found["exchange between machines"] = self.exchange.waiting_s
         return ", ".join(f"{name} {format_seconds(max(0.0, seconds))}" for name, seconds in found.items())
 
     @cached_property
@@ -312,7 +325,7 @@ class Plan:
         question = self.question
         bare = replace(question, analytic=replace(question.analytic, costs=without_bytes(question.costs)))
         step = simulate_step(bare, self.cut)
-        return min(self.waiting_s, step.bubble_ratio * step.step_s)
+        return min(self.waiting_s, step.bubble_ratio * step.step_s - step.exchange.waiting_s)
 
     @property
     def attention_s(self) -> float:
@@ -347,8 +360,8 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        settings = self.question.settings
-        return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
+        """Tokens that all machines train in a second."""
+        return self.question.tokens_per_step / self.step_s
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
@@ -360,7 +373,7 @@ class Plan:
     @property
     def dollars_per_billion_tokens(self) -> float | None:
         """None where the machine's price is not known."""
-        price = self.question.hardware.price
+        price = self.question.hardware.price_of_all
         return None if price is None else price / 3600 * 1e9 / self.tokens_per_s
 
     @property
@@ -384,7 +397,7 @@ class Plan:
 
 
 def priced(plan: Plan, price: float | None) -> Plan:
-    """The plan on a machine of so many dollars per hour; None: as its description says."""
+    """The plan on machines of so many dollars per hour each; None: as its description says."""
     question = plan.question
     hardware = replace(question.hardware, price=question.hardware.price if price is None else price)
     return replace(plan, question=replace(question, hardware=hardware))
@@ -447,6 +460,7 @@ def _plan(question: PlanRequest) -> Plan:
         launches_s=launches_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
+        exchange=step.exchange,
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),
@@ -521,7 +535,9 @@ def _known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
         ("step", _figures(question), cut),
         lambda: simulate_step(question, cut),
         asdict,
-        lambda known: SimulatedStep(**{**known, "links": LinkBytes(**known["links"])}),
+        lambda known: SimulatedStep(
+            **{**known, "links": LinkBytes(**known["links"]), "exchange": Exchange(**known["exchange"])}
+        ),
     )
 
 
@@ -635,6 +651,7 @@ def _needs_s(
         "optimizer on the host": updates_s,
         "memory of the host": step.host_memory_s,
         "updates before backward": updates_s + backward_s,
+        **({"network": step.exchange.network_s} if question.hardware.machines > 1 else {}),
     }
 
 

@@ -40,6 +40,7 @@ from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, file_tens
 from roundpipe_cli.planning.admission import (
     check_configuration,
     check_model,
+    check_shareable,
     chunk_obstacle,
     has_weights,
     holds_weights,
@@ -205,6 +206,12 @@ class PlanRequest(Case):
     """Answers to earlier questions; None: all is worked out anew."""
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step on all machines."""
+        recipe = self.loaded.recipe
+        return int(recipe.microbatches_per_step * recipe.pipeline.num_chunks * self.settings.tokens_per_microbatch)
+
+    @property
     def is_for_lack_of_gpus(self) -> bool:
         """The plan is for the CPU because no machine was named and there is no GPU here."""
         is_open = self.machine_source == THIS_MACHINE and self.loaded.recipe.pipeline.devices == "auto"
@@ -226,7 +233,8 @@ def rows_that_keep_busy(question: PlanRequest) -> int | None:
     enough = ENOUGH_PER_WORKER * question.num_workers
     if question.num_workers == 1 or settings.sequence_chunks > 1 or settings.num_microbatches >= enough:
         return None
-    return math.ceil(enough * settings.micro_batch_size / recipe.micro_batch_size) * recipe.micro_batch_size
+    rows = enough * settings.micro_batch_size * question.hardware.machines
+    return math.ceil(rows / recipe.micro_batch_size) * recipe.micro_batch_size
 
 
 def settings_of(recipe: Recipe, architecture: Architecture) -> TrainingSettings:
@@ -332,6 +340,7 @@ def _decided(
 ) -> PlanRequest:
     """The question, with all that the recipe leaves open decided for the model and the machine."""
     given, found_machine = loaded, machine
+    check_shareable(loaded.recipe, machine.machines)
     recipe, settings = loaded.recipe, settings_of(loaded.recipe, architecture)
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
     if settings.dtype == "bfloat16" and lacking:
@@ -399,8 +408,11 @@ def _tiered(recipe: Recipe, architecture: Architecture, settings: TrainingSettin
     """The case with the recipe's microbatches, and weights where they have room."""
     chunks, by_tokens = recipe.pipeline.num_chunks, recipe.token_budget is not None
     settings = replace(settings, sequence_chunks=chunks, counts_tokens=by_tokens)
-    size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step * chunks
+    size, count = recipe.rows_per_microbatch, -(-recipe.microbatches_per_step // machine.machines) * chunks
     case = case_of(architecture, replace(settings, micro_batch_size=size, num_microbatches=count), machine)
+    asked = recipe.method == "full" and recipe.nodes.shard_optimizer
+    if asked is True or (asked and not judge_coarsest(case).fits):
+        case = replace(case, settings=replace(case.settings, num_shards=machine.machines))
     return choose_tier(case) if recipe.weights == "auto" else case
 
 

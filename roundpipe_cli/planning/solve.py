@@ -42,7 +42,7 @@ from roundpipe_cli.planning.question import (
 )
 from roundpipe_cli.planning.token_budget import estimated_step_s
 from roundpipe_cli.planning.verdict import judge_coarsest
-from roundpipe_cli.planning.what_if import Word, summary_of
+from roundpipe_cli.planning.what_if import WAITING_SHARE, Word, summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, parse_override
 from roundpipe_cli.units import GIB, format_count
 
@@ -176,10 +176,9 @@ def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
     if now is not None and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # no change makes a processor fast enough
     precision = best_precision(question, now)
-    waits = now is not None and not question.reads_disk
     ladder = _against_need(question, precision, from_disk=False)
-    if waits:
-        ladder = _against_waiting(question, precision)
+    if now is not None and not question.reads_disk:
+        ladder = _against_waiting(question, precision, now)
     found = list[set[str]]()
     for change in ladder:
         planned = _with_speed(question, change)
@@ -258,8 +257,7 @@ class _Trial:
             return None  # the formulas are for GPUs, and know no waiting for a disk
         cases = (asked, *without_small_cards(asked))
         step_s = min(estimated_step_s(asked.loaded.recipe, case) for case in cases)
-        tokens = asked.settings.num_microbatches * asked.settings.tokens_per_microbatch
-        return None if step_s == math.inf else tokens / step_s
+        return None if step_s == math.inf else asked.tokens_per_step / step_s
 
     def may_beat(self, other: _Trial) -> bool:
         """Whether it may be faster by more than `SLOWER`, as far as the estimates tell."""
@@ -329,7 +327,10 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
     if question.given.recipe.pipeline.sequence_chunks == "auto":
         settings = replace(settings, sequence_chunks=1, num_microbatches=settings.num_sequences)
     if question.given.recipe.micro_batch_tokens == "auto":
-        count = recipe.rows_per_step * settings.sequence_chunks  # `auto` takes a row where there is no room for more
+        rows = -(
+            -recipe.rows_per_step // question.hardware.machines
+        )  # `auto` takes one where there is no room for more
+        count = rows * settings.sequence_chunks
         settings = replace(settings, micro_batch_size=1, num_microbatches=count, counts_tokens=False)
     return replace(
         settings,
@@ -475,10 +476,13 @@ def _longest(limit: int, settings: TrainingSettings, fits: Callable[[TrainingSet
     return tokens if tokens is None or tokens < 64 or tokens == limit else tokens // 64 * 64
 
 
-def _against_waiting(question: PlanRequest, precision: Change | None) -> Iterator[Change]:
+def _against_waiting(question: PlanRequest, precision: Change | None, now: Plan) -> Iterator[Change]:
     """Changes with which workers wait less, the cheapest first."""
-    recipe, rows = question.loaded.recipe, rows_that_keep_busy(question)
-    if rows is not None:
+    recipe, rows = question.loaded.recipe, rows_that_keep_busy(question) or 0
+    if (waiting_s := now.exchange.waiting_s) > WAITING_SHARE * now.step_s:  # rows that compute twice as long
+        times = math.ceil(2 * waiting_s / (now.arithmetic_s + now.launches_s))
+        rows = max(rows, times * recipe.rows_per_step)
+    if rows:
         overrides = (f"gradient_accumulation_steps={rows // recipe.micro_batch_size}",)
         yield Change(overrides, f"a step has {rows:,} rows in place of {recipe.rows_per_step:,}", 0.1)
     if recipe.micro_batch_tokens is None:
@@ -501,7 +505,8 @@ def _candidates(question: PlanRequest) -> Iterator[Change]:
             )
             each = fewer
         else:
-            overrides = (f"micro_batch_size={smaller}", f"gradient_accumulation_steps={fewer}")
+            per_step = math.ceil(question.loaded.recipe.rows_per_step / smaller)
+            overrides = (f"micro_batch_size={smaller}", f"gradient_accumulation_steps={per_step}")
             each = fewer * settings.sequence_chunks
         apply = partial(replace, micro_batch_size=smaller, num_microbatches=each)
         yield Change(overrides, "the same rows a step, in smaller pieces", rank, apply=apply)

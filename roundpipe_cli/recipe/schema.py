@@ -593,7 +593,8 @@ class Recipe:
     """Where the base weights live on the host: page-locked (fastest), ordinary memory, or the checkpoint file."""
     hardware: Words | None = None
     """The machine that `plan` and the simulated `bench` assume, in the words of --hardware: 8x4090, or with figures,
-    2x3090:pcie_lanes=8,host_memory_gib=64. null is this one. `finetune` runs on what is here."""
+    2x3090:pcie_lanes=8,host_memory_gib=64; 8x4090,machines=2,network_gb_per_s=1.25 are two. null is this one.
+    `finetune` runs on what is here."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Devices, partition and schedule."""
     nodes: NodesConfig = field(default_factory=NodesConfig)

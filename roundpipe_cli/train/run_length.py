@@ -206,7 +206,7 @@ def forecast(answer: Plan, length: RunLength) -> Forecast:
         full = "" if length.is_packed else ", if every row is full"
         return Forecast(f"{format_seconds(steps * answer.step_s)} {for_steps}{full}", answer.step_s)
     step_s, bubble = _usual_figures(answer, step)
-    workers, sequences = question.num_workers, length.num_sequences
+    workers, sequences = question.num_workers * question.hardware.machines, length.num_sequences
     waiting = find_waiting(recipe, workers, step.num_microbatches, bubble, num_sequences=sequences)
     least, most = (format_seconds(steps * seconds) for seconds in answer.band.around(step_s))
     text = f"{format_seconds(steps * step_s)} ({least} to {most}) {for_steps}, each {step.tokens:,.0f} tokens in "
@@ -242,7 +242,8 @@ def tell_forecast(
 
 def _usual_figures(answer: Plan, step: UsualStep) -> tuple[float, float]:
     """Seconds of such a step with the plan's stages, and the share of it in which workers wait."""
-    question, count = answer.question, step.num_microbatches * answer.question.settings.sequence_chunks
+    question = answer.question
+    count = -(-step.num_microbatches // question.hardware.machines) * question.settings.sequence_chunks
     own = replace(question.settings, max_seq_length=step.length, micro_batch_size=step.rows, num_microbatches=count)
     analytic = analytic_costs(question.architecture, own, question.hardware)
     link = question.costs.link_bytes_per_s  # of the disk, where weights are read from there
