@@ -60,14 +60,14 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     answer = make_plan(load(recipe, *AUTO), "2x4090")
     document = json.loads(json.dumps(plan_document(answer, None)))
     assert list(document) == [
-        "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "sequence_chunks",
-        "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
+        "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "machines",
+        "sequence_chunks", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
-        "step_s", "arithmetic_s", "launches_s", "waiting_s", "waiting_for_rows_s", "attention_s", "tokens_per_s",
-        "bubble_ratio", "device_peak_bytes", "host_bytes", "loading_host_bytes", "disk_bytes", "upload_bytes_per_step",
-        "step_s_range", "tokens_per_s_range", "range_rests_on", "run_steps", "run_s",
-        "dollars_per_billion_tokens", "dollars_of_run",
+        "step_s", "arithmetic_s", "launches_s", "waiting_s", "waiting_for_rows_s", "attention_s", "exchange_s",
+        "exchange_bytes_per_step", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes",
+        "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range", "tokens_per_s_range",
+        "range_rests_on", "run_steps", "run_s", "dollars_per_billion_tokens", "dollars_of_run",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32
