@@ -280,11 +280,11 @@ def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan
     """The plan, changes that make it fit or fast, and notices of remembered answers that are damaged."""
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan
-    from roundpipe_cli.planning.solve import faster_in_chunks, remedies
+    from roundpipe_cli.planning.solve import faster, remedies
 
     answers = Answers()
     answer = make_plan(loaded, hardware, build_counts, answers)
-    return answer, remedies(answer) or faster_in_chunks(answer), answers.damage
+    return answer, remedies(answer) or faster(answer), answers.damage
 
 
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
