@@ -1,6 +1,6 @@
 """What `float16_accumulation` costs in accuracy: gradients and a held-out loss of SmolLM2-135M against float32.
 
-    python scripts/float16_sums.py            # half an hour of one core
+    python scripts/float16_sums.py            # 10 minutes of one core
 
 A substitute on the processor, in place of every `torch.nn.functional.linear` and its backward: operands in float16,
 sums in float32 over 16 (or 8) products at a time, each added to a sum that is rounded to float16, one after the other
