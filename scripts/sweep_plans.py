@@ -25,7 +25,7 @@ from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.planning.solve import faster, remedies, solve
+from roundpipe_cli.planning.solve import remedies, solve, speedups
 from roundpipe_cli.recipe.load import load_text
 from tests.support.covering import covering
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
@@ -46,7 +46,7 @@ def plan_once(model: str, method: str, tokens: int, cards: int, chunks: str) -> 
         plan = make_plan(loaded, f"{cards}x4090", build_counts)
     except (RefusedError, ResourceError):
         return
-    found, solution = remedies(plan) or faster(plan), solve(plan)
+    found, solution = remedies(plan) or speedups(plan), solve(plan)
     json.dumps(plan_document(plan, solution, found))
     assert plan_text(plan, solution, found=found)
 

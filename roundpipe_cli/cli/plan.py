@@ -93,8 +93,10 @@ def _cost_lines(answer: Plan, length: RunLength, time: Forecast) -> list[str]:
 
 def cost_of_run(answer: Plan, length: RunLength, time: Forecast) -> float | None:
     """Dollars; None where the price or the number of steps is not known."""
-    price = answer.question.hardware.price_of_all
-    return None if price is None or length.steps is None else price / 3600 * length.steps * time.step_s
+    hardware, steps = answer.question.hardware, length.steps
+    if hardware.price is None or steps is None:
+        return None
+    return hardware.machines * hardware.price / 3600 * steps * time.step_s
 
 
 def _launches(answer: Plan) -> str:
@@ -280,11 +282,11 @@ def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan
     """The plan, changes that make it fit or fast, and notices of remembered answers that are damaged."""
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan
-    from roundpipe_cli.planning.solve import faster, remedies
+    from roundpipe_cli.planning.solve import remedies, speedups
 
     answers = Answers()
     answer = make_plan(loaded, hardware, build_counts, answers)
-    return answer, remedies(answer) or faster(answer), answers.damage
+    return answer, remedies(answer) or speedups(answer), answers.damage
 
 
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:

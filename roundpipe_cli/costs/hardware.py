@@ -9,8 +9,7 @@ A machine in words is groups joined by `+`, each a count and a name, then figure
     8x4090,host_memory_gib=512,accumulate=fp16   figures of the machine
     2x3090 64GB                                  host memory as people write it: `64 GB RAM`, `, 64GB` alike
     their.json                                   a machine that `roundpipe doctor --measure` measured, figures as above
-    8x4090,machines=2,network_gb_per_s=1.25      two such machines, and what goes each way between them; all other
-                                                 figures, the price too, are of each
+    8x4090,machines=2,network_gb_per_s=1.25      two such, and the rate each way between them; the rest is of each
 
 All rates are per second, in plain bytes and floating-point operations.
 """
@@ -120,11 +119,6 @@ class Hardware:
     """Machines like this one, which train together."""
     network_bytes_per_s: float | None = None
     """Rate between them, for each in each direction; None: there is one machine."""
-
-    @property
-    def price_of_all(self) -> float | None:
-        """Dollars per hour of all machines."""
-        return None if self.price is None else self.machines * self.price
 
     @property
     def assumed(self) -> dict[str, str]:
@@ -488,10 +482,8 @@ def _kinds(name: str) -> set[str]:
     return {kind for kind, words in _KINDS.items() if re.search(words, name.lower())}
 
 
-_OPTIONS = [
-    *("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate", "price"),
-    *("machines", "network_gb_per_s"),
-]
+_OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate", "price"]
+_OPTIONS += ["machines", "network_gb_per_s"]
 _WHOLE = ("pcie_generation", "pcie_lanes", "machines")
 
 

@@ -10,15 +10,11 @@ is in the step's last round. Updates wait for all sums, the next step for all up
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import Case, trainable_params
-from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.schedule.timeline import DOWN, Timeline, makespan_s
-
-EMBEDDING_SHARE = 0.5
-"""Share of the embedding's rows up to which a step sends those of its tokens alone; all tokens count as different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +29,6 @@ class Exchange:
     """Part of them in which nothing is computed or updated."""
     update_s: float = 0.0
     """Seconds of the updates, which run beside nothing but the sending of new weights."""
-
-
-def without_updates(costs: CostModel) -> CostModel:
-    """The costs of a step that begins when all updates are done."""
-    return replace(costs, layers=tuple(replace(layer, optimizer_s=0.0) for layer in costs.layers))
 
 
 def exchange_of(case: Case, cut: StageCut, timeline: Timeline) -> Exchange:
@@ -58,10 +49,10 @@ def exchange_of(case: Case, cut: StageCut, timeline: Timeline) -> Exchange:
     complete_s = dict.fromkeys(late, end_s)
     for (first, end), stage_s in zip(cut.backward_stages, ends_s, strict=True):
         complete_s |= {layer: stage_s for layer in range(first, end + 1) if layer not in late}
-    if settings.method == "full" and not case.architecture.tied:  # of the embedding the rows of the step's tokens
+    if settings.method == "full" and not case.architecture.tied:  # of the table rows of the step's tokens
         tokens = count * settings.num_microbatches * settings.tokens_per_microbatch
         share = tokens / case.architecture.vocab_size
-        params[0] = int(share * params[0]) if share <= EMBEDDING_SHARE else params[0]
+        params[0] = int(share * params[0]) if share <= 0.5 else params[0]
     around = 2 * (count - 1) / count  # parts of the sum go round once, and the sums once more
     now_s, sent = 0.0, 0.0
     for layer in [*(layer for layer in range(last, -1, -1) if layer not in late), *sorted(late)]:

@@ -22,7 +22,7 @@ from roundpipe_cli.planning.choose import case_for, choose, dealing_options, giv
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round
 from roundpipe_cli.planning.dealing import MIN_GAIN, deal_out
-from roundpipe_cli.planning.exchange import Exchange, exchange_of, without_updates
+from roundpipe_cli.planning.exchange import Exchange, exchange_of
 from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.planning.question import (
     Build,
@@ -167,7 +167,7 @@ def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     is shared out over their microbatches."""
     settings, costs = question.settings, shared_costs(question, cut)
     if question.hardware.machines > 1:  # where no update runs beside the next step
-        costs = without_updates(costs)
+        costs = replace(costs, layers=tuple(replace(layer, optimizer_s=0.0) for layer in costs.layers))
     if not settings.weight_cache_bytes:
         return costs
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
@@ -373,8 +373,8 @@ class Plan:
     @property
     def dollars_per_billion_tokens(self) -> float | None:
         """None where the machine's price is not known."""
-        price = self.question.hardware.price_of_all
-        return None if price is None else price / 3600 * 1e9 / self.tokens_per_s
+        price, machines = self.question.hardware.price, self.question.hardware.machines
+        return None if price is None else machines * price / 3600 * 1e9 / self.tokens_per_s
 
     @property
     def warning(self) -> str | None:
@@ -535,8 +535,8 @@ def _known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
         ("step", _figures(question), cut),
         lambda: simulate_step(question, cut),
         asdict,
-        lambda known: SimulatedStep(
-            **{**known, "links": LinkBytes(**known["links"]), "exchange": Exchange(**known["exchange"])}
+        lambda one: SimulatedStep(
+            **(one | {"links": LinkBytes(**one["links"]), "exchange": Exchange(**one["exchange"])})
         ),
     )
 

@@ -126,7 +126,7 @@ def solve(plan: Plan) -> Solution:
         good = (one for one in planned if one and one.word == "FITS" and (now is None or one.speed > now.tokens_per_s))
         changes += islice(good, NUM_CHANGES - len(changes))
     cache = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
-    changes += faster(plan)
+    changes += speedups(plan)
     settings = replace(question.settings, weight_cache_bytes=0 if cache == "auto" else cache)
     lengths = longest_sequences(question)
     limit = question.architecture.max_position_embeddings or MAX_SEQUENCE_TOKENS
@@ -145,7 +145,7 @@ def remedies(plan: Plan) -> tuple[Change, ...]:
     return best_remedies(plan.question, plan if plan.verdict.fits else None)
 
 
-def faster(plan: Plan) -> tuple[Change, ...]:
+def speedups(plan: Plan) -> tuple[Change, ...]:
     """Changes that make a plan that fits faster, each with its price; none for one that does not fit or is slow."""
     if summary_of(plan).word != "FITS":
         return ()
@@ -158,25 +158,19 @@ def faster_in_float16_sums(plan: Plan) -> tuple[Change, ...]:
     Its speed is that of the plan's own stages. Not for Gemma, whose activations exceed float16, nor for experts, whose
     kernels add up in float32.
     """
-    question = plan.question
-    architecture, settings, hardware = question.architecture, question.settings, question.hardware
+    question, settings, hardware = plan.question, plan.question.settings, plan.question.hardware
+    architecture, other = question.architecture, replace(settings, dtype="float16", float16_accumulation=True)
     is_16_bit = settings.dtype != "float32" and not settings.float16_accumulation and hardware.accumulate == "fp32"
-    is_known = not (architecture.num_experts_per_tok or architecture.is_guess or question.reads_disk)
-    slow = [
-        one
-        for one in hardware.devices
-        if one.is_cpu or one.measured or one.fp16_accumulate_flops_per_s <= one.fp32_accumulate_flops_per_s
-    ]
-    if slow or not (is_16_bit and is_known) or architecture.model_type.startswith("gemma"):
+    is_apt = not (architecture.num_experts_per_tok or architecture.is_guess or question.reads_disk)
+    gains = (one.fp16_accumulate_flops_per_s > one.fp32_accumulate_flops_per_s for one in hardware.devices)
+    known = all(not one.is_cpu and not one.measured for one in hardware.devices) and all(gains)
+    if not (is_16_bit and is_apt and known) or architecture.model_type.startswith("gemma"):
         return ()
-    other = replace(settings, dtype="float16", float16_accumulation=True)
     asked = replace(question, settings=other, analytic=analytic_costs(architecture, other, hardware))
-    step_s = simulate_step(asked, plan.cut).step_s + reference_s(asked, plan.cut)
-    if plan.step_s < WORTH * step_s:
-        return ()
+    speed = question.tokens_per_step / (simulate_step(asked, plan.cut).step_s + reference_s(asked, plan.cut))
     keys = ("dtype=float16",) if question.loaded.recipe.dtype != "float16" else ()
-    speed = question.tokens_per_step / step_s
-    return (Change((*keys, "float16_accumulation=true"), FLOAT16_SUMS, 1.5, tokens_per_s=speed, word="FITS"),)
+    change = Change((*keys, "float16_accumulation=true"), FLOAT16_SUMS, 1.5, tokens_per_s=speed, word="FITS")
+    return (change,) if speed >= WORTH * plan.tokens_per_s else ()
 
 
 def faster_in_chunks(plan: Plan) -> tuple[Change, ...]:

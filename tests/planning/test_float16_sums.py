@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roundpipe_cli.planning.predict import Plan, make_plan
-from roundpipe_cli.planning.solve import faster, solve
+from roundpipe_cli.planning.solve import solve, speedups
 from roundpipe_cli.recipe.load import load_text
 from scripts.float16_sums import Linear, in_float16
 
@@ -22,13 +22,13 @@ def planned(model: str, hardware: str, *overrides: str) -> Plan:
 def test_a_geforce_is_offered_them_with_speed_and_price() -> None:
     plan = planned("Qwen/Qwen3-1.7B", "1x3090")
     assert plan.question.settings.dtype == "bfloat16" and not plan.question.settings.float16_accumulation
-    (change,) = faster(plan)
+    (change,) = speedups(plan)
     assert change.overrides == KEYS and "float32" in change.cost and "%" in change.cost
     again = planned("Qwen/Qwen3-1.7B", "1x3090", *KEYS)
     assert again.tokens_per_s == pytest.approx(change.speed, rel=0.02) and change.speed > 1.1 * plan.tokens_per_s
     assert solve(plan).changes == (change,)
     half = planned("Qwen/Qwen3-1.7B", "1x3090", "dtype=float16")
-    assert [one.overrides for one in faster(half)] == [KEYS[1:]]
+    assert [one.overrides for one in speedups(half)] == [KEYS[1:]]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_geforce_is_offered_them_with_speed_and_price() -> None:
     ],
 )
 def test_who_gains_nothing_is_not_offered_them(model: str, hardware: str, overrides: tuple[str, ...]) -> None:
-    changes = faster(planned(model, hardware, *overrides))
+    changes = speedups(planned(model, hardware, *overrides))
     assert all("float16_accumulation=true" not in change.overrides for change in changes)
 
 
