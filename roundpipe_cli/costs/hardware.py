@@ -40,7 +40,6 @@ from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
-MAX_MACHINES = 64
 MAX_CHARACTERS = 4000
 """The longest description of GPUs; a kind of them with all its figures takes about a hundred."""
 ASSUMED_HOST_MEMORY_PER_GPU_BYTES = 128 * GIB
@@ -314,8 +313,8 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
 def _parse_machines(options: dict[str, Any], where: str) -> tuple[int, float | None]:
     """The number of machines, and GB/s between them; None for one."""
     machines, network_gb_per_s = options.get("machines", 1), options.get("network_gb_per_s")
-    if machines > MAX_MACHINES:
-        raise RefusedError("too many machines", where=where, found=str(machines), expected=f"1 to {MAX_MACHINES}")
+    if machines > MAX_WORKERS:
+        raise RefusedError("too many machines", where=where, found=str(machines), expected=f"1 to {MAX_WORKERS}")
     if (machines > 1) != (network_gb_per_s is not None):
         what = "the network between the machines is not given" if machines > 1 else "a network, but only one machine"
         expected = "machines= and network_gb_per_s=, gigabytes a second that each machine sends and receives"

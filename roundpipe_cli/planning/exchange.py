@@ -54,14 +54,13 @@ def exchange_of(case: Case, cut: StageCut, timeline: Timeline) -> Exchange:
         share = tokens / case.architecture.vocab_size
         params[0] = int(share * params[0]) if share <= 0.5 else params[0]
     around = 2 * (count - 1) / count  # parts of the sum go round once, and the sums once more
-    now_s, sent = 0.0, 0.0
+    now_s = sent = 0.0
     for layer in [*(layer for layer in range(last, -1, -1) if layer not in late), *sorted(late)]:
         size = around * 4 * params[layer]
         now_s = max(now_s, complete_s[layer]) + size / machine.network_bytes_per_s if size else now_s
         sent += size
-    update_s, weights = sum(layer.optimizer_s for layer in case.costs.layers) / settings.num_shards, 0.0
-    if settings.num_shards > 1:  # from each owner by way of others, twice as many after each turn
-        weights = settings.dtype_bytes * trainable * math.ceil(math.log2(count))
-    weights_s = weights / machine.network_bytes_per_s
-    waiting_s = max(0.0, now_s - end_s) + max(0.0, weights_s - update_s)
+    update_s = sum(layer.optimizer_s for layer in case.costs.layers) / settings.num_shards
+    turns = math.ceil(math.log2(settings.num_shards))  # from each owner by way of others, twice as many after each
+    weights = settings.dtype_bytes * trainable * turns
+    waiting_s = max(0.0, now_s - end_s) + max(0.0, weights / machine.network_bytes_per_s - update_s)
     return Exchange(int(sent + weights), (sent + weights) / machine.network_bytes_per_s, waiting_s, update_s)

@@ -208,8 +208,7 @@ class PlanRequest(Case):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step on all machines."""
-        recipe = self.loaded.recipe
-        return int(recipe.microbatches_per_step * recipe.pipeline.num_chunks * self.settings.tokens_per_microbatch)
+        return int(self.loaded.recipe.microbatches_per_step * self.settings.tokens_of_sequences)
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
