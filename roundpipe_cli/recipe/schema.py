@@ -519,9 +519,9 @@ class Recipe:
     data sheets, where `plan` names it, and no faster on data-centre cards. By a substitute on the processor gradients
     of SmolLM2-135M's adapters are 19 to 26 % off float32's (bfloat16: 3 %), of which all but 3 % come from the LM
     head's sums over the vocabulary; with planted outliers 23 to 30 % (bfloat16: 22 %); a held-out loss is within
-    0.01 of it. Sums above 65,504 overflow; so do a trained head's gradients over its chunks of tokens. Compare the loss of a
-    short run without it first. An H100 is no faster by it; no GeForce card was measured. Processors add up in float32
-    all the same."""
+    0.01 of it. Sums above 65,504 overflow; so do a trained head's gradients over its chunks of tokens. Compare the
+    loss of a short run without it first. An H100 is no faster by it; no GeForce card was measured. Processors add up in
+    float32 all the same."""
     deterministic: bool = False
     """GPUs compute a step to the same bits each time and, at the same microbatches, with any number of equal cards:
     attention's backward in order (up to 1.6 times its time, by arXiv 2601.21824; not measured here), cuBLAS with a
