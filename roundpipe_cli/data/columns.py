@@ -1,7 +1,4 @@
-"""Unused columns and keys of messages: reported, or refused where they change the meaning of a row.
-
-The rules come first.
-"""
+"""Unused columns and keys of messages: reported, or refused where they change the meaning of a row."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, Literal
 
 from roundpipe_cli.choices import ANSWER_TYPES, ROW_KINDS, SINGLE_TYPES, FigureName, objectives_of
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages, messages_in_text
@@ -19,7 +17,7 @@ from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, i
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import either
 
-# Rules for columns and keys of messages that have a meaning but are not read.
+# Rules for columns and keys of messages that have a meaning but are not read: the table is `columns.json`.
 #
 # An empty value (null, an empty text or list) has no meaning in any column.
 
@@ -151,144 +149,38 @@ ANSWER_FORMS = ("messages", "response", "conversations", "answer", "output", "co
 """Endings of the columns that hold an answer of a pair: `chosen_messages`, `rejected-response`."""
 REJECTED = re.compile(rf"rejected([_-]({'|'.join(ANSWER_FORMS)}))?")
 CHOSEN = re.compile(rf"chosen([_-]({'|'.join(ANSWER_FORMS)}))?")
-PAIR_HINT = f"write `objective: {either(objectives_of('pair'))}`, or read one answer: `columns: {{completion: chosen}}`"
-THOUGHTS = r"reasoning(_content)?|thinking|thoughts?|think|cot|chain_of_thought"
-KTO_HINT = f"write `objective: {either(objectives_of('labelled'))}`, or delete the column to train all rows alike"
-TOKENS_HINT = "give the texts or messages that the tokens were made of"
-SEGMENTS_HINT = "write them as `prompt` and `completion`, or as `messages` with `train: false`"
-STEPS_HINT = "write one answer as `completion`"
-
-MEDIA = ColumnRule(
-    r"((input|query|prompt|question|user|source|first|second)_)?(image|img|video|audio|picture|photo|pixel)s?(_?\d+)?"
-    r"(_?(path|url|uri|file|byte|value|data|list|name|filename|base64|feature|input|grid_thw)s?)?"
-    r"|input_features",
-    "holds images, video or sound, and only text is trained",
-    "train the rows that are text alone: delete the others, or `on_bad_row=skip`",
-    matters=_is_content,
-)
-
+_TYPES: Mapping[str | None, tuple[str, ...] | None] = {
+    **{"answers": ANSWER_TYPES, "single": SINGLE_TYPES, "prompts": PROMPT_TYPES, "plain": PLAIN_TYPES},
+    **{"alpaca": ("alpaca",), None: None},
+}
+_MATTERS: Mapping[str | None, Callable[[object], bool]] = {
+    **{"verdict": is_verdict, "content": _is_content, "weight": is_weight, "numbers": _is_list_of_numbers},
+    **{"messages": holds_messages, "list": _is_list, "given": _is_given, "no": _is_no, None: says_something},
+}
+"""Meanings of the words of `columns.json`."""
 SAME_PROMPT = ("prompt", "question", "query", "problem")
 """Columns that often repeat the prompt with text around it."""
-PROMPT_PART = ColumnRule(
-    r"instruction|input|context|passage|article|documents?|choices|options|prefix|suffix|" + "|".join(SAME_PROMPT),
-    "holds a part of the prompt that is not read",
-    "`type: alpaca`, `columns: {instruction: COLUMN, input: COLUMN, output: COLUMN}`, or write it into the prompt",
-    PLAIN_TYPES,
-)
-"""Harmless where the text is in a column that is read."""
 
-RULES = (
-    ColumnRule(
-        rf"{FIGURE_COLUMNS['label']}|thumbs?_down",
-        "marks answers as wanted or unwanted (KTO), which is not read",
-        KTO_HINT,
-        ANSWER_TYPES,
-        matters=is_verdict,
-    ),
-    ColumnRule(
-        f"{CHOSEN.pattern}|{REJECTED.pattern}",
-        "belongs to a preference pair, which objective sft does not train",
-        PAIR_HINT,
-        SINGLE_TYPES,
-    ),
-    MEDIA,
-    ColumnRule(
-        r"(loss|sample|example|row|token)?_?weights?|loss_scale",
-        "says how much the row counts, which is read of rows with objective sft alone, from one column, as a number",
-        "name it, `columns: {weight: COLUMN}`, or delete the column",
-        matters=is_weight,
-    ),
-    ColumnRule(
-        r"(prompt_|completion_|chosen_|rejected_)?input_ids|(prompt|completion|chosen|rejected|token)_ids|tokens"
-        r"|((completion|assistant|loss|label|labels|prompt)_)?masks?|assistant_tokens_mask",
-        "holds tokens or masks that are made already, which is not offered",
-        TOKENS_HINT,
-        matters=_is_list_of_numbers,
-    ),
-    ColumnRule(
-        r"segments",
-        "holds pieces of text with a label each (axolotl's input_output), which is not offered",
-        SEGMENTS_HINT,
-        matters=holds_messages,
-    ),
-    ColumnRule(
-        r"completions",
-        "holds steps or several answers to judge (process supervision), which is not offered",
-        STEPS_HINT,
-        ANSWER_TYPES,
-        matters=_is_list,
-    ),
-    ColumnRule(
-        r"tools|functions|tool_definitions",
-        "holds tools that this type of rows does not read",
-        "use `messages` (type chat) with a column `tools`",
-    ),
-    ColumnRule(
-        r"system(_prompt|_message)?",
-        "holds a system prompt that is not read",
-        "name the column: `columns: {system: COLUMN}`",
-        PROMPT_TYPES,
-    ),
-    ColumnRule(r"history", "holds earlier turns that are not read", "write all turns as `messages`", PROMPT_TYPES),
-    PROMPT_PART,
-    ColumnRule(
-        r"(chat_)?template_kwargs|enable_thinking|reasoning_effort|documents",
-        "holds settings of the chat template, which are not offered in rows",
-        "one setting for all rows: `chat_template_kwargs` in the recipe; then delete the column",
-        PROMPT_TYPES,
-        matters=_is_given,
-    ),
-    ColumnRule(
-        r"(train|training|trainable)",
-        "says that the row is not trained, which is not offered",
-        "leave such rows out with `on_bad_row=skip`",
-        matters=_is_no,
-    ),
-    ColumnRule(
-        r"corrected|correction",
-        "holds a corrected answer that is not read (axolotl's alpaca_reflect)",
-        "name the answer to train: `columns: {output: COLUMN}`",
-        ("alpaca",),
-    ),
-    ColumnRule(
-        rf"(\w+_)?({THOUGHTS})",
-        "holds thoughts that are not read",
-        "write them into the messages of a chat, as `reasoning_content`",
-        PLAIN_TYPES,
-        matters=_is_content,
-    ),
-)
 
-MESSAGE_RULES = (
-    MEDIA,
-    ColumnRule(r"attachments?|files?", MEDIA.what, MEDIA.hint),
-    ColumnRule(
-        r"tools|functions|tool_definitions",
-        "holds tools inside a message, which are not read there",
-        "write them into a column `tools` beside the messages",
-    ),
-    ColumnRule(
-        THOUGHTS,
-        "holds thoughts under a name that is not read",
-        "call them `reasoning_content`, or add them to `content`",
-    ),
-    ColumnRule(
-        r"function_call",
-        "holds a call in a form that is not read",
-        "write it as `tool_calls`: [{function: {name, arguments}}]",
-    ),
-    ColumnRule(r"refusal", "holds words of the assistant that are not read", "write them as the message's `content`"),
-    ColumnRule(
-        r"(reasoning_)?(training|train)_detail|masks?|loss_mask|weights|train_on_.*",
-        "says which part of the turn is trained, which is not offered",
-        "split the turn, or give whole messages `train: false`",
-        matters=_is_given,
-    ),
-    ColumnRule(
-        r"label", "says which turns are wanted, which is not offered", "write `train: false`", matters=is_verdict
-    ),
-    ColumnRule(r"chosen|rejected", "belongs to a preference pair", PAIR_HINT),
-)
+@cache
+def _tables() -> dict[str, Any]:
+    text = files("roundpipe_cli.data").joinpath("columns.json").read_text(encoding="utf-8")
+    named = {"pairs": either(objectives_of("pair")), "wanted": either(objectives_of("labelled"))}
+    named |= {"label": FIGURE_COLUMNS["label"], "chosen": CHOSEN.pattern, "rejected": REJECTED.pattern}
+    for name, meant in named.items():
+        text = text.replace(f"@{name}", meant)
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+@cache
+def _rules(table: Literal["columns", "messages"]) -> dict[str, ColumnRule]:
+    """The rules for columns or for keys of messages, by their names."""
+    found = {
+        name: ColumnRule(one["names"], one["what"], one["hint"], _TYPES[one.get("types")], _MATTERS[one.get("matters")])
+        for name, one in _tables()[table].items()
+    }
+    return found if table == "columns" else {"media": _rules("columns")["media"], **found}
 
 
 ANSWER_COLUMNS = (
@@ -298,34 +190,13 @@ ANSWER_COLUMNS = (
 """Names under which both answers of a pair are found."""
 
 
-_SINGLE_ANSWERS = "the rows are preference pairs, and objective sft trains single answers"
-_NO_KTO = "the rows are answers marked as wanted or unwanted (KTO), and objective sft trains all alike"
-LAYOUTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("input_ids",), "the rows are tokenised already", TOKENS_HINT),
-    (("segments",), "rows of segments with a label each (axolotl's input_output) are not offered", SEGMENTS_HINT),
-    *((pair, _SINGLE_ANSWERS, PAIR_HINT) for pair in ANSWER_COLUMNS),
-    (("completions", "labels"), "rows of steps to judge (process supervision) are not offered", STEPS_HINT),
-    *((("completion", tag), _NO_KTO, KTO_HINT) for tag in ("label", "kto_tag")),
-)
-"""Columns that only a kind of training not offered has, what it is, and a hint; told where the columns fit no type."""
-PROMPTS_ALONE = (
-    ("prompt",),
-    "the rows are prompts without an answer to train on",
-    "training on rewards (GRPO, PPO) is not offered; name an answer: `columns: {completion: COLUMN}`",
-)
-"""As an entry of `LAYOUTS`, for rows in which no column could be the answer."""
-_PROMPTS = """
-    prompt question instruction query problem input request q f frage anfrage aufgabe eingabe pregunta consulta entrada
-    pergunta domanda richiesta demande consigne requête vraag opdracht pytanie polecenie otázka kérdés soru fråga
-    spørgsmål spørsmål kysymys вопрос запрос питання ερώτηση سؤال שאלה प्रश्न 問題 質問 问题 提问 指令 질문
-"""
-_ANSWERS = """
-    completion answer response output solution reply a r antwort lösung ausgabe respuesta salida resposta saída risposta
-    réponse reponse antwoord odpowiedź odpowiedz odpověď válasz cevap yanıt svar vastaus ответ відповідь απάντηση إجابة
-    جواب תשובה उत्तर 回答 答案 答え 답변 대답
-"""
-PROMPT_WORDS, ANSWER_WORDS = frozenset(_PROMPTS.split()), frozenset(_ANSWERS.split())
-"""Words in the names of a prompt and of its answer, in lower case; those of four letters also within a longer word."""
+@cache
+def _words(of: Literal["prompts", "answers"]) -> frozenset[str]:
+    """Words in the names of a prompt or of its answer, in lower case; those of four letters also within a longer
+    word."""
+    return frozenset(_tables()[f"words of {of}"].split())
+
+
 _NO_TEXT = re.compile(r"(https?://\S+|\S+@\S+|[0-9a-f-]{8,}|[\d\W_]*)", re.IGNORECASE)
 """An address, an identifier, a number or a date."""
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
@@ -342,9 +213,11 @@ def refuse_layout(layouts: Sequence[Sequence[str]], where: str, *, has_answer: b
     Raises:
         RefusedError: the columns, which fit no type, are those of a known kind of rows.
     """
+    alone = [] if has_answer else [_tables()["prompts alone"]]
     for columns in layouts:
-        for names, what, hint in (*LAYOUTS, *([] if has_answer else [PROMPTS_ALONE])):
-            if all(find_column(name, columns) for name in names):
+        for names, what, hint in (*_tables()["layouts"], *alone):
+            ways = ANSWER_COLUMNS if names == "both answers" else [way.split("+") for way in names.split()]
+            if any(all(find_column(name, columns) for name in way) for way in ways):
                 raise RefusedError(what, where=where, found=column_names(dict.fromkeys(columns)), hint=hint)
 
 
@@ -373,7 +246,7 @@ def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: s
 
 def _is_harmless(rule: ColumnRule, name: str, row: Mapping[str, object], used: Collection[str]) -> bool:
     """Whether a column that has a rule is left out on purpose, or repeats what is read."""
-    if rule is PROMPT_PART:
+    if rule is _rules("columns")["prompt part"]:
         text, around = row[name], name.strip().lower() in SAME_PROMPT
         read = [other.strip() for other in map(row.get, used) if isinstance(other, str) and other.strip()]
         return isinstance(text, str) and any(text.strip() in other or (around and other in text) for other in read)
@@ -383,26 +256,26 @@ def _is_harmless(rule: ColumnRule, name: str, row: Mapping[str, object], used: C
 
 def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
     named = next((rule for rule in _rules_named(name, row_type) if rule.matters(value)), None)
-    return named or (MEDIA if is_decoded_media(value) else None)
+    return named or (_rules("columns")["media"] if is_decoded_media(value) else None)
 
 
 @lru_cache(maxsize=4096)
 def _rules_named(name: str, row_type: str) -> tuple[ColumnRule, ...]:
-    lower, rules = name.strip().lower(), MESSAGE_RULES if row_type == IN_MESSAGES else RULES
-    fitting = (rule for rule in rules if rule.types is None or row_type in rule.types)
+    lower, rules = name.strip().lower(), _rules("messages" if row_type == IN_MESSAGES else "columns")
+    fitting = (rule for rule in rules.values() if rule.types is None or row_type in rule.types)
     return tuple(rule for rule in fitting if re.fullmatch(rule.names, lower))
 
 
 def is_known_column(name: str) -> bool:
     """Whether it is, in any capitals, a name that this program knows or a word for a prompt or an answer."""
-    return name.strip().lower() in _KNOWN_NAMES
+    return name.strip().lower() in _known_names()
 
 
-_KNOWN_NAMES = {
-    *(field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional)),
-    *(word for word in PROMPT_WORDS | ANSWER_WORDS if len(word) > 1),
-    *("id", "index", "system_prompt", "system_message"),
-}
+@cache
+def _known_names() -> frozenset[str]:
+    words = (word for word in _words("prompts") | _words("answers") if len(word) > 1)
+    fields = (field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional))
+    return frozenset((*fields, *words, "id", "index", "system_prompt", "system_message"))
 
 
 def flattened(row: Mapping[str, object]) -> Mapping[str, object]:
@@ -432,8 +305,8 @@ def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
     filled = [name for name in layout if any(map(str.strip, texts[name]))]
     natural = [name for name in filled if not all(map(_NO_TEXT.fullmatch, texts[name]))]
     searched = [*natural, *filled]
-    answer = next((name for name in searched if _has_word(name, ANSWER_WORDS)), None)
-    prompt = next((name for name in searched if name != answer and _has_word(name, PROMPT_WORDS)), None)
+    answer = next((name for name in searched if _has_word(name, _words("answers"))), None)
+    prompt = next((name for name in searched if name != answer and _has_word(name, _words("prompts"))), None)
     others = [name for name in (natural if len(natural) > 1 else filled) if name not in (prompt, answer)]
     lacking = (prompt is None) + (answer is None)
     if lacking and not natural:  # a table of numbers
@@ -443,7 +316,7 @@ def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
     prompt, answer = prompt or next(rest, None), answer or next(rest, None)
     if prompt is not None and answer is not None:
         return {"prompt": prompt, "completion": answer}
-    named = [name for name in layout if _has_word(name, PROMPT_WORDS | ANSWER_WORDS)]
+    named = [name for name in layout if _has_word(name, _words("prompts") | _words("answers"))]
     is_only = (
         len(natural) == 1
         and len(named) < 2
@@ -514,7 +387,7 @@ def rows_inside(row: Mapping[str, object], where: str) -> RefusedError | None:
 def _may_hold_text(name: str) -> bool:
     """Whether a column of this name may be a prompt or an answer: none that means something else."""
     lower = name.strip().lower()
-    others = (rule for rule in RULES if rule is not PROMPT_PART)
+    others = (rule for name, rule in _rules("columns").items() if name != "prompt part")
     return not any(re.fullmatch(rule.names, lower) for rule in others) and lower not in ("id", "uuid", "index")
 
 
@@ -549,7 +422,7 @@ def _refuse_placeholders(row: Mapping[str, object], unused: Sequence[str]) -> No
         raise BadRowError(
             f"the text has a place for what `{printable(media, 60)}` holds, and only text is trained",
             found=placeholder,
-            hint=MEDIA.hint,
+            hint=_rules("columns")["media"].hint,
         )
 
 

@@ -81,9 +81,9 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def reader_digest() -> str:
-    """SHA-256 over this folder's code, so that tokens of an older version are not used."""
+    """SHA-256 over this folder's code and tables, so that tokens of an older version are not used."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.*")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -24,14 +24,6 @@ from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.load import load_text
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 
-TURNS = [
-    ("system", "Be brief."),
-    ("user", "A?"),
-    ("assistant", "<think>\nhm\n</think>\n\na"),
-    ("user", "B?"),
-    ("assistant", "b"),
-]
-CHAT = {"messages": [{"role": role, "content": text} for role, text in TURNS]}
 MARKED = (
     "{%- for m in messages %}{{- '<s>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}{% generation %}"
     "{{- m.content + '</s>' }}{% endgeneration %}{%- else %}{{- m.content + '</s>' }}{%- endif %}{{- '\\n' }}"
@@ -65,72 +57,6 @@ def marked(tokenizer: Any, row: Any) -> str:
     return "".join(f"[[{tokenizer.decode(ids)}]]" if trained else tokenizer.decode(ids) for trained, ids in pieces)
 
 
-def text_of(turns: list[str]) -> str:
-    roles = [role for role, _ in TURNS]
-    return "".join(f"<s>{role}\n{turn}\n" for role, turn in zip(roles, turns, strict=True))
-
-
-SYSTEM, A, B = "Be brief.</s>", "A?</s>", "B?</s>"
-THOUGHT = "<think>\nhm\n</think>\n\n"
-ANSWER = THOUGHT + "a</s>"
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
-@pytest.mark.parametrize(
-    ("rules", "turns"),
-    [
-        ({}, [SYSTEM, A, f"[[{ANSWER}]]", B, "[[b</s>]]"]),
-        ({"roles_to_train": ("user",)}, [SYSTEM, f"[[{A}]]", ANSWER, f"[[{B}]]", "b</s>"]),
-        (
-            {"roles_to_train": ("system", "assistant"), "train_on_eos": "none"},
-            ["[[Be brief.]]</s>", A, f"[[{THOUGHT}a]]</s>", B, "[[b]]</s>"],
-        ),
-        ({"turns_to_train": "last"}, [SYSTEM, A, ANSWER, B, "[[b</s>]]"]),
-        ({"train_on_eos": "last"}, [SYSTEM, A, f"[[{THOUGHT}a]]</s>", B, "[[b</s>]]"]),
-        ({"train_on_eos": "all"}, ["Be brief.[[</s>]]", "A?[[</s>]]", f"[[{ANSWER}]]", "B?[[</s>]]", "[[b</s>]]"]),
-        ({"thoughts": "mask"}, [SYSTEM, A, THOUGHT + "[[a</s>]]", B, "[[b</s>]]"]),
-        ({"thoughts": "drop"}, [SYSTEM, A, "[[a</s>]]", B, "[[b</s>]]"]),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_rules_of_a_chat(tmp_path: Path, rules: dict[str, Any], turns: list[str], template: str) -> None:
-    assert read(tmp_path / "x.jsonl", [CHAT], template=template, **rules)[1] == text_of(turns)
-
-
-@pytest.mark.parametrize(
-    ("thoughts", "expected"),
-    [("train", "[[<think>hm</think>a</s>]]"), ("mask", "<think>hm</think>[[a</s>]]"), ("drop", "[[a</s>]]")],
-)
-def test_thoughts_beside_the_answer(tmp_path: Path, thoughts: str, expected: str) -> None:
-    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]
-    shown = read(tmp_path / "x.jsonl", [{"messages": turns}], template=THOUGHTS_BESIDE, thoughts=thoughts)[1]
-    assert shown == f"<s>user\nA?</s>\n<s>assistant\n{expected}\n"
-
-
-def test_a_row_of_thoughts_alone_is_bad_where_they_are_dropped(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "<think>hm</think>\n"}]
-    with pytest.raises(RefusedError, match="thoughts and no answer"):
-        read(tmp_path / "x.jsonl", [{"messages": turns}], thoughts="drop")
-
-
-def test_turns_that_a_row_leaves_out_are_not_trained_in_any_role(tmp_path: Path) -> None:
-    turns = [{**turn, "weight": weight} for turn, weight in zip(CHAT["messages"][1:], (0, 1, 1, 0), strict=True)]
-    shown = read(tmp_path / "x.jsonl", [{"messages": turns}], roles_to_train=("user", "assistant"), thoughts="drop")[1]
-    assert shown == "<s>user\nA?</s>\n<s>assistant\n[[a</s>]]\n<s>user\n[[B?</s>]]\n<s>assistant\nb</s>\n"
-
-
-def test_a_turn_of_the_user_that_says_so_is_trained(tmp_path: Path) -> None:
-    """As axolotl's `train` of a message does; a weight of 1 asks for nothing."""
-    says: list[dict[str, Any]] = [{"weight": 1}, {"train": True}, {"train": False}, {"weight": 1}, {"train": True}]
-    turns = [{**turn, **more} for turn, more in zip(CHAT["messages"], says, strict=True)]
-    for template in (CHATML, MARKED):
-        shown = read(tmp_path / "x.jsonl", [{"messages": turns}], template=template, thoughts="drop")[1]
-        assert shown == text_of([SYSTEM, f"[[{A}]]", "a</s>", B, "[[b</s>]]"])
-    shown = read(tmp_path / "x.jsonl", [{"messages": turns}], thoughts="drop", roles_to_train=("tool",))[1]
-    assert shown == text_of([SYSTEM, f"[[{A}]]", "a</s>", B, "[[b</s>]]"])
-
-
-TOOL = {"name": "add", "parameters": {"type": "object"}}
 CALLS = (
     "{%- for t in tools or [] %}{{- t.type + ':' + t.function.name + '\\n' }}{%- endfor %}"
     "{%- for m in messages %}{{- '<s>' + m.role + '\\n' + m.content }}{%- for c in m.tool_calls or [] %}"
@@ -139,83 +65,20 @@ CALLS = (
 )
 
 
-ADD: dict[str, Any] = {"name": "add", "arguments": {"a": 1}}
-SUM = {"role": "user", "content": "1+1?"}
-TWO, RESULT = {"role": "assistant", "content": "Two."}, {"role": "tool", "content": "2"}
-SHAREGPT = (("human", "1+1?"), ("function_call", json.dumps(ADD)), ("observation", "2"), ("gpt", "Two."))
-CALLERS: dict[str, tuple[list[dict[str, Any]], Any]] = {
-    "llama-factory": ([{"from": role, "value": text} for role, text in SHAREGPT], json.dumps([TOOL])),
-    "openai": (
-        [
-            {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "value": "1?"}]},
-            {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
-            *({"role": "function", "name": "add", "content": "2"}, TWO),
-        ],
-        [{"type": "function", "function": TOOL}],
-    ),
-    "trl": ([SUM, {"role": "assistant", "tool_calls": [{"function": ADD}]}, RESULT, TWO], [TOOL]),
-    "calls as text": (
-        [
-            *(
-                {"role": "user", "content": "1+1?"},
-                {"role": "assistant", "tool_calls": json.dumps([{"function": ADD}])},
-            ),
-            *({**RESULT, "tool_calls": ""}, {**TWO, "tool_calls": "[]"}),
-        ],
-        ["\n" + json.dumps(TOOL)],
-    ),
-}
-"""Messages and tools."""
+TEMPLATES = {"chatml": CHATML, "marked": MARKED, "thoughts": THOUGHTS_BESIDE, "calls": CALLS}
+CASES = json.loads((Path(__file__).parents[1] / "golden_data" / "rules.json").read_text(encoding="utf-8"))
+"""Rows, how they are read (`spec`: rules, `as_chat`, `alpaca_join`), and the text of the first one with what is trained
+of it, or why it is refused."""
 
 
-@pytest.mark.parametrize("name", CALLERS)
-def test_calls_of_three_tools_are_one_text(tmp_path: Path, name: str) -> None:
-    """LLaMA-Factory's function_call and OpenAI's older form were refused; bare functions reached templates bare."""
-    messages, tools = CALLERS[name]
-    row = {"conversations" if "from" in messages[0] else "messages": messages, "tools": tools}
-    assert read(tmp_path / "x.jsonl", [row], template=CALLS)[1] == (
-        'function:add\n<s>user\n1+1?</s>\n<s>assistant\n[[add{"a": 1}</s>]]\n<s>tool\n2</s>\n'
-        "<s>assistant\n[[Two.</s>]]\n"
-    )
-
-
-@pytest.mark.parametrize("value", ["add(1)", "[]", "[1]", '{"arguments": {}}'])
-def test_a_function_call_that_is_none_is_a_bad_row(tmp_path: Path, value: str) -> None:
-    turns = [{"from": "human", "value": "x"}, {"from": "function_call", "value": value}]
-    with pytest.raises(RefusedError, match=r"conversations\[1\].value"):
-        read(tmp_path / "x.jsonl", [{"conversations": turns}], template=CALLS)
-
-
-def test_a_thought_before_a_function_call_is_kept(tmp_path: Path) -> None:
-    value = '<think>hm</think>{"name": "add", "arguments": {}}'
-    turns = [{"from": "human", "value": "x"}, {"from": "function_call", "value": value}]
-    shown = read(tmp_path / "x.jsonl", [{"conversations": turns}], template=CALLS)[1]
-    assert shown == "<s>user\nx</s>\n<s>assistant\n[[<think>hm</think>add{}</s>]]\n"
-
-
-@pytest.mark.parametrize("given", [{}, *({"arguments": none} for none in ("", " ", None, "null", [], "{}"))])
-def test_calls_without_arguments_have_an_empty_object(tmp_path: Path, given: dict[str, Any]) -> None:
-    """Story: OpenAI's clients write an empty text for a tool without parameters, which was refused."""
-    forms: list[dict[str, Any]] = [
-        {"tool_calls": [{"function": {"name": "add", **given}}]},
-        {"tool_calls": [{"name": "add", **given}]},
-        {"function_call": {"name": "add", **given}},
-    ]
-    for form in forms:
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", **form}]
-        shown = read(tmp_path / "x.jsonl", [{"messages": turns}], template=CALLS)[1]
-        assert shown == "<s>user\nx</s>\n<s>assistant\n[[add{}</s>]]\n"
-
-
-@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
-def test_arguments_under_other_names_are_not_lost(tmp_path: Path, key: str) -> None:
-    """Story: Llama's own form of a call was trained as a call without arguments."""
-    turns = [
-        {"from": "human", "value": "x"},
-        {"from": "function_call", "value": json.dumps({"name": "add", key: {"a": 1}})},
-    ]
-    shown = read(tmp_path / "x.jsonl", [{"conversations": turns}], template=CALLS)[1]
-    assert shown == '<s>user\nx</s>\n<s>assistant\n[[add{"a": 1}</s>]]\n'
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["story"][:60])
+def test_what_is_trained_of_a_row(tmp_path: Path, case: dict[str, Any]) -> None:
+    spec = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("spec", {}).items()}
+    if "refused" in case:
+        with pytest.raises(RefusedError, match=case["refused"]):
+            read(tmp_path / "x.jsonl", case["rows"], template=TEMPLATES[case["template"]], **spec)
+        return
+    assert read(tmp_path / "x.jsonl", case["rows"], template=TEMPLATES[case["template"]], **spec)[1] == case["shown"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
@@ -283,29 +146,9 @@ def test_nulls_of_objects_that_datasets_stores_as_json_are_kept() -> None:
     assert next(Source("hub", None, DatasetSpec("me/rows"), True, _table=table).rows()).columns == row
 
 
-ALPACA = {"instruction": "Add.", "input": "1 1", "output": "2"}
-ALPACA_TEXT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n### Response:\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ({}, "<s>user\nAdd.\n\n1 1</s>\n<s>assistant\n[[2</s>]]\n"),
-        ({"alpaca_join": "newline"}, "<s>user\nAdd.\n1 1</s>\n<s>assistant\n[[2</s>]]\n"),
-        ({"as_chat": False}, ALPACA_TEXT + "[[2</s>]]"),
-        ({"as_chat": False, "train_on_eos": "none"}, ALPACA_TEXT + "[[2]]</s>"),
-    ],
-)
-def test_alpaca_rows_are_joined_as_the_tool_joins_them(tmp_path: Path, spec: dict[str, Any], expected: str) -> None:
-    assert read(tmp_path / "x.jsonl", [ALPACA], **spec)[1] == expected
-
-
 def test_plain_prompts_stay_plain_where_asked(tmp_path: Path) -> None:
     """As in TRL. Rows of messages in the same file are chats all the same."""
-    chat = {"prompt": CHAT["messages"][1:2], "completion": [{"role": "assistant", "content": "a"}]}
+    chat = {"prompt": [{"role": "user", "content": "A?"}], "completion": [{"role": "assistant", "content": "a"}]}
     dataset, shown = read(tmp_path / "x.jsonl", [{"prompt": "A", "completion": "b"}, chat], as_chat=False)
     assert shown == "A[[b</s>]]" and any("as_chat: false" in notice for notice in dataset.notices)
     assert marked(byte_tokenizer(), dataset.rows[1]) == "<s>user\nA?</s>\n<s>assistant\n[[a</s>]]\n"

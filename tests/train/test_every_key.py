@@ -246,10 +246,8 @@ RIGHT = {
     "datasets[].type",
     "data/test_data_sources.py::test_a_folder_has_the_splits_that_its_names_say": "datasets[].name datasets[].split",
     "data/test_data_columns.py::test_columns_of_the_recipe_are_used": "datasets[].columns",
-    "data/test_data_rules.py::test_rules_of_a_chat": "datasets[].roles_to_train datasets[].turns_to_train "
-    "datasets[].train_on_eos datasets[].thoughts",
-    "data/test_data_rules.py::test_alpaca_rows_are_joined_as_the_tool_joins_them": "datasets[].as_chat "
-    "datasets[].alpaca_join",
+    "data/test_data_rules.py::test_what_is_trained_of_a_row": "datasets[].roles_to_train datasets[].turns_to_train "
+    "datasets[].train_on_eos datasets[].thoughts datasets[].as_chat datasets[].alpaca_join",
     "data/test_data_rules.py::test_rows_of_a_text_file": "datasets[].txt_rows",
     "data/test_data_sources.py::test_a_text_in_any_encoding_is_read_as_it_was_written": "datasets[].encoding",
     "train/test_checkpoint_store.py::test_retention_is_by_step_whatever_the_clock_says": "save_total_limit",
