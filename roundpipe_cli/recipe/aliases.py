@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roundpipe_cli.choices import OBJECTIVES, OPTIMIZERS, SCORING_OBJECTIVES
-from roundpipe_cli.recipe.foreign import answer_of, answer_to, is_off
+from roundpipe_cli.recipe.foreign import answer_of, answer_to, is_off, tables
 
 Writes = Mapping[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
@@ -49,40 +49,7 @@ def applied(rule: Rule, value: Any, *data: Mapping[str, Any]) -> Writes:
     return {meant: value} if isinstance(meant, str) else meant
 
 
-NAMES = {
-    "model": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path",
-    "revision": "model_revision revision_of_model",
-    "max_seq_length": "sequence_len cutoff_len max_length max_seq_len model_max_length block_size seq_length",
-    "packing": "sample_packing",
-    "val_set_size": "val_size",
-    "micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "grad_accumulation_steps gradient_accumulation accumulate_grad_batches",
-    "num_train_epochs": "num_epochs epochs n_epochs",
-    "max_steps": "max_train_steps num_train_steps",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "lr_scheduler",
-    "warmup_steps": "warmup_ratio num_warmup_steps",
-    "optim": "optimizer",
-    "max_grad_norm": "gradient_clipping max_norm gradient_clip_val",
-    "dtype": "torch_dtype",
-    "shuffle": "shuffle_dataset",
-    "train_on_inputs": "train_on_prompt",
-    "logging_steps": "log_every_n_steps",
-    "load_in_4bit": "use_4bit",
-    "lora": "lora_config",
-    "lora.r": "lora_r lora_rank lora.rank lora.lora_r lora.lora_rank",
-    "lora.alpha": "lora_alpha lora.lora_alpha",
-    "lora.dropout": "lora_dropout lora.lora_dropout",
-    "lora.target_modules": "lora_target_modules lora.lora_target_modules lora.modules",
-    "lora.modules_to_save": "lora_modules_to_save modules_to_save",
-    "lora.use_dora": "use_dora peft_use_dora",
-    "lora.use_rslora": "use_rslora peft_use_rslora",
-    "lora.loraplus_lr_ratio": "loraplus_lr_ratio",
-    "lora.init": "lora.init_lora_weights peft_init_lora_weights",
-    "lora.start_from": "lora_model_dir adapter_name_or_path",
-    "label_smoothing_factor": "label_smoothing",
-    "neftune_noise_alpha": "noisy_embedding_alpha neftune neftune_alpha",
-}
+NAMES: Mapping[str, str] = tables()["spellings"]
 """Plain renamings: recipe key -> other spellings."""
 
 SPECIAL_TOKENS = ("new_special_tokens", "add_special_tokens", "additional_special_tokens")

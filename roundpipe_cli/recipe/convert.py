@@ -19,10 +19,11 @@ from roundpipe_cli.choices import SCORING_OBJECTIVES
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
+from roundpipe_cli.recipe.convert_data import Entry, read_datasets
 from roundpipe_cli.recipe.convert_rules import (
     BY_STEPS,
     PAIR_STAGE,
+    TABLES,
     TOOLS,
     UNKNOWN,
     Conversion,
@@ -40,57 +41,8 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
 from roundpipe_cli.units import counted, either
 
-_SIGNS: Mapping[Tool, tuple[str, ...]] = {
-    "axolotl": (
-        *("base_model", "sequence_len", "adapter", "sample_packing", "micro_batch_size", "num_epochs", "optimizer"),
-        *("lr_scheduler", "lora_target_linear", "flash_attention", "val_set_size", "special_tokens", "model_type"),
-    ),
-    "llama-factory": (
-        *("finetuning_type", "template", "cutoff_len", "stage", "do_train", "dataset", "dataset_dir", "lora_target"),
-        *("lora_rank", "plot_loss", "overwrite_cache", "quantization_bit", "val_size", "infer_backend", "export_dir"),
-    ),
-    "trl": (
-        *("dataset_name", "dataset_mixture", "use_peft", "lora_r", "lora_target_modules", "max_length", "torch_dtype"),
-        *("dtype", "dataset_train_split", "dataset_num_proc", "assistant_only_loss", "eos_token", "model_revision"),
-    ),
-}
-"""Keys that identify a tool's file: it belongs to the tool with most of its keys."""
-
-_OF_TRANSFORMERS = {
-    **{"num_train_epochs": 3, "packing": False, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
-    **{"learning_rate": 5.0e-5, "lr_scheduler_type": "linear", "warmup_steps": 0},
-}
-_PEFT_TARGETS = ("q_proj", "v_proj")
+_PEFT_TARGETS = ["q_proj", "v_proj"]
 """The modules that PEFT adapts in most architectures where none are named."""
-
-_DEFAULTS: Mapping[tuple[Tool, str], Mapping[str, Any]] = {
-    ("axolotl", "all"): {
-        **{"num_epochs": 1, "packing": False, "gradient_accumulation_steps": 1, "micro_batch_size": 1},
-        **{"lr_scheduler": "cosine", "warmup_ratio": 0.03, "sequence_len": 512, "excess_length_strategy": "drop"},
-        **{"save_total_limit": 4, "save_strategy": "epoch"},
-    },
-    ("axolotl", "simpo"): {"simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
-    ("axolotl", "lora"): {"lora_dropout": 0.0, "lora_target_modules": list(_PEFT_TARGETS)},
-    ("llama-factory", "all"): {**_OF_TRANSFORMERS, "cutoff_len": 2048, "logging_steps": 500, "save_steps": 500},
-    ("llama-factory", "pretraining"): {"packing": True},
-    ("llama-factory", "orpo"): {"orpo.nll_on_prompt": False},
-    ("llama-factory", "simpo"): {"simpo.beta": 0.1},
-    ("llama-factory", "lora"): {"lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all"},
-    ("trl", "all"): {
-        **_OF_TRANSFORMERS,
-        **{"learning_rate": 2.0e-5, "max_length": 1024, "logging_steps": 10, "save_steps": 500},
-    },
-    ("trl", "dpo"): {"learning_rate": 1.0e-6},
-    ("trl", "orpo"): {"learning_rate": 1.0e-6},
-    ("trl", "simpo"): {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
-    ("trl", "ipo"): {"learning_rate": 1.0e-6},
-    ("trl", "kto"): {"learning_rate": 1.0e-6},
-    ("trl", "lora"): {
-        **{"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(_PEFT_TARGETS)},
-    },
-}
-"""Defaults of a tool where this one would do something else, in all jobs, in one of them, with LoRA: axolotl 0.19's
-schema and trainer builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
 
 _LOGGING_STEPS: Mapping[Tool, int] = {"axolotl": 10, "llama-factory": 500, "trl": 10}
 """`logging_steps` of a tool's own, which are also its `eval_steps`; axolotl's are 0.5 % of the steps, at most these."""
@@ -205,7 +157,7 @@ def convert_file(
             result.notes.append("stage: pt: rows are texts, trained whole.")
         elif tool == "trl" and key == "max_length" and value is None:
             result.refuse("max_seq_length", key, None, "rows have a largest length here")
-        elif key not in DATASET_KEYS[tool]:
+        elif key not in TABLES["read as rows"][tool].split():
             result.convert(key, value)
     for key, value in others.items():
         if "." in key and key not in ALIASES:
@@ -233,30 +185,6 @@ def convert_file(
 
 # Files of Unsloth's command line: sections whose keys stand for TRL's arguments, with defaults of their own.
 
-_UNSLOTH: Mapping[str, tuple[str, Any]] = {
-    "model": ("model_name_or_path", None),
-    "data.dataset": ("dataset_name", None),
-    "training.max_seq_length": ("max_length", 2048),
-    "training.load_in_4bit": ("load_in_4bit", True),
-    "training.output_dir": ("output_dir", None),
-    "training.num_epochs": ("num_train_epochs", 3),
-    "training.learning_rate": ("learning_rate", 2.0e-4),
-    "training.batch_size": ("per_device_train_batch_size", 2),
-    "training.gradient_accumulation_steps": ("gradient_accumulation_steps", 4),
-    "training.warmup_steps": ("warmup_steps", None),
-    "training.max_steps": ("max_steps", None),
-    "training.save_steps": ("save_steps", None),
-    "training.weight_decay": ("weight_decay", 0.01),
-    "training.random_seed": ("seed", 3407),
-    "training.packing": ("packing", False),
-    "lora.lora_r": ("lora_r", 64),
-    "lora.lora_alpha": ("lora_alpha", 16),
-    "lora.lora_dropout": ("lora_dropout", 0.0),
-    "lora.use_rslora": ("use_rslora", None),
-    "lora.target_modules": ("lora_target_modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
-}
-"""Key with its section -> TRL's argument, and Unsloth's default; None: nothing is said."""
-
 
 def _from_unsloth(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A file for Unsloth as arguments of TRL, which Unsloth calls, and the rest by its names, with their sections."""
@@ -265,7 +193,7 @@ def _from_unsloth(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     is_lora = flat.pop("training.training_type", "lora") == "lora"
     made: dict[str, Any] = {"use_peft": is_lora}
-    for name, (target, default) in _UNSLOTH.items():
+    for name, (target, default) in TABLES["unsloth"].items():
         if not is_lora and target == "load_in_4bit":
             continue  # where all weights are trained, none are packed
         value = flat.pop(name, default if is_lora or not name.startswith("lora.") else None)
@@ -307,16 +235,6 @@ def _as_yaml_1_1(data: dict[str, Any]) -> dict[str, Any]:
     return {key: read(value) for key, value in data.items()}
 
 
-_OTHER_FILES: Mapping[str, str] = {
-    "cells nbformat": "a notebook: write the arguments of its SFTConfig and LoraConfig into a YAML file",
-    "_component_ checkpointer metric_logger": "torchtune's: its keys name Python components, which are not converted",
-    "zero_optimization train_batch_size steps_per_print": "DeepSpeed's: how to spread a run, which is not needed here",
-    "compute_environment distributed_type num_machines": "accelerate's: how to spread a run, which is not needed here",
-    "peft_type base_model_name_or_path": "an adapter's configuration: a recipe's lora.start_from continues the adapter",
-    "architectures hidden_size": "a model's configuration: a recipe's model names its folder",
-    "train_dataset model_class": "LLaMA-Factory's newer form (v1: model, train_dataset), which is not read",
-}
-"""Keys of files that are taken for training files -> what they are, and why they are not converted."""
 _WRITES_ONE = "`roundpipe init --model MODEL --data ROWS` writes a recipe"
 
 
@@ -337,7 +255,7 @@ def refuse_scripts(path: Path) -> None:
 def _other_file(data: Mapping[str, Any]) -> str | None:
     """The kind of a file of none of the tools, by keys anywhere in it, and the way on."""
     inner = [key for value in data.values() if isinstance(value, dict) for key in value]
-    for signs, told in _OTHER_FILES.items():
+    for signs, told in TABLES["other files"].items():
         if {*data, *inner} & set(signs.split()):
             return f"this file is {told}; {_WRITES_ONE}"
     return None
@@ -354,7 +272,7 @@ def _no_training_file(name: str, found: str, hint: str) -> RefusedError:
 
 
 def _tool_of(data: dict[str, Any], name: str) -> Tool:
-    counts = {tool: sum(key in data for key in _SIGNS[tool]) for tool in TOOLS}
+    counts = {tool: sum(key in data for key in TABLES["signs"][tool].split()) for tool in TOOLS}
     best = max(counts, key=lambda tool: counts[tool])
     needed = "base_model" if best == "axolotl" else "model_name_or_path"
     if not counts[best] or needed not in data:
@@ -364,9 +282,10 @@ def _tool_of(data: dict[str, Any], name: str) -> Tool:
 
 
 def _fill_defaults(result: Conversion) -> None:
-    defaults = {**_DEFAULTS[result.tool, "all"], **_DEFAULTS.get((result.tool, result.job), {})}
+    own = TABLES["defaults"][result.tool]
+    defaults = {**own["all"], **own.get(result.job, {})}
     if result.is_lora:
-        defaults |= _DEFAULTS[result.tool, "lora"]
+        defaults |= own["lora"]
     if result.is_lora and result.tool == "llama-factory":
         rank = result.data.get("lora_rank")
         defaults["lora_alpha"] = 2 * (rank if rank and isinstance(rank, int) else defaults["lora_rank"])
@@ -403,7 +322,7 @@ def _say_defaults(result: Conversion, datasets: list[Entry]) -> None:
     if result.defaults:
         shown = ", ".join(f"{target} {short(value)}" for target, value in result.defaults.items())
         result.notes.append(f"The file does not say, and {tool}'s default is: {shown}.")
-    if result.defaults.get("lora.target_modules") == list(_PEFT_TARGETS):
+    if result.defaults.get("lora.target_modules") == _PEFT_TARGETS:
         result.notes.append("PEFT adapts q_proj and v_proj in most models, other modules in some: check the model's.")
     for target in _REQUIRED if tool == "axolotl" else ():
         is_used = result.values["method"] == "lora" or not target.startswith("lora.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.recipe.convert_rules import Conversion, Tool, is_labelled, is_pairs
+from roundpipe_cli.recipe.convert_rules import TABLES, Conversion, is_labelled, is_pairs
 from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of, is_off
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
@@ -18,34 +18,11 @@ from roundpipe_cli.regular_files import named_path, read_json_of_ours
 
 Entry = dict[str, Any]
 
-DATASET_KEYS: Mapping[Tool, tuple[str, ...]] = {
-    "axolotl": ("datasets", "test_datasets", "pretraining_dataset"),
-    "llama-factory": ("dataset", "dataset_dir", "max_samples", "eval_dataset", "mask_history"),
-    "trl": (
-        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_text_field"),
-        "dataset_test_split",
-    ),
-}
-"""Keys of a file that are read here."""
-
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that name a reader of the files in `data_files`."""
 _HARMLESS = ("ds_type", "conversation", "preprocess_shards", "message_field_role", "message_field_content")
-_EXAMPLES = {
-    "datasets": "datasets: [{path: data/train.jsonl, type: chat_template}]",
-    "pretraining_dataset": "pretraining_dataset: data/texts.jsonl",
-    "dataset": "dataset: NAME, one of dataset_info.json in the folder dataset_dir",
-    "dataset_name or dataset_mixture": "dataset_name: org/rows, or a file",
-}
 WITHOUT_IT = "rows are read without it"
 """Reason to leave out a setting that is not known here: it may change which rows there are, and what they say."""
-_USUAL: dict[str, tuple[Any, ...]] = {
-    "message_field_training": ("train",),
-    **dict.fromkeys(("field_thinking", "template_thinking_key"), ("reasoning_content", "thinking", "reasoning")),
-    "field_tools": ("tools",),
-    "chat_template": ("tokenizer_default",),
-}
-"""Values that ask for what is always done here."""
 
 
 def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
@@ -73,7 +50,7 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
         more = {"type": "preference"} if is_pairs(result.job) else {}
     if not both[0]:
         found = f"{wanted}: {shown_value(data[wanted])}" if wanted in data else f"no {wanted}"
-        what, hint = "this file names no rows to train on", f"write into the file: {_EXAMPLES[wanted]}"
+        what, hint = "this file names no rows to train on", f"write into the file: {TABLES['examples'][wanted]}"
         raise RefusedError(what, where=result.name, found=found, expected=wanted, hint=hint)
     return [entry | more for entry in both[0]], [entry | more for entry in both[1]]
 
@@ -104,7 +81,7 @@ def _finished(
             entry[key] = value
         elif key in known and isinstance(value, str) and value:
             columns[known[key]] = value
-        elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
+        elif not (is_off(value) or key in _HARMLESS or value in TABLES["usual"].get(key, ())):
             answer = answer_of(key, ("changed row",))
             change = answer.text if answer else WITHOUT_IT
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
@@ -146,32 +123,10 @@ def _message_type(role: Any, content: Any, where: str, *, roles: Iterable[tuple[
 
 # axolotl's datasets. Of preference pairs, the `type` names the columns of a row.
 
-_TYPES: Mapping[str, str] = {
-    **{"alpaca": "alpaca", "completion": "text", "chat_template": "chat", "sharegpt": "sharegpt", "text": "text"},
-    **{"chat": "chat", "pretrain": "text", "prompt_completion": "prompt_completion"},
-}
-"""axolotl's `type` of a dataset (its first word) -> ours."""
-
-_FIELD_COLUMNS: Mapping[str, str] = {
-    **{"field_instruction": "instruction", "field_input": "input", "field_output": "output", "field": "text"},
-    **{"field_messages": "messages", "text_column": "text"},
-}
-"""Names of columns in axolotl's datasets -> ours."""
-_PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
-"""axolotl's shapes of rows, the second word of a `type`, whose prompt has a column of its own."""
 _PLAIN = ("", "default", "argilla", "argilla_chat")
 """Shapes whose answers are whole conversations, or whose columns are found by their names."""
 _FAMILIES = ("chatml", "llama3", "zephyr")
 """Templates that such a `type` writes out, whatever the tokenizer's own is."""
-_PAIR_COLUMNS: Mapping[str, str] = {
-    **{"field_prompt": "prompt", "field_system": "system", "field_messages": "messages"},
-    **{"field_chosen": "chosen", "field_rejected": "rejected"},
-}
-_PROMPTS_OF_LABELLED: Mapping[str, str] = {"intel": "question", "argilla": "instruction"}
-"""As `_PROMPTS`, of axolotl's types for KTO."""
-_LABELLED_COLUMNS: Mapping[str, str] = {
-    **{"field_prompt": "prompt", "field_completion": "completion", "field_label": "label", "field_system": "system"},
-}
 _DECIDES = "the rows' columns decide how"
 
 
@@ -195,14 +150,14 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
         if not isinstance(kind, dict):
             columns = _shape(str(kind or ""), where, result)
         _kind_of_messages(item, f"{result.name}: {where}")
-        return _finished(entry, item, where, result, columns=columns, known=_PAIR_COLUMNS)
+        return _finished(entry, item, where, result, columns=columns, known=TABLES["axolotl columns"]["pair"])
     if is_labelled(result.job):  # prompt, completion and label, whatever the type
         shape = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
         entry["type"] = "chat" if shape == "argilla_chat" else "prompt_completion"
-        columns = {"prompt": _PROMPTS_OF_LABELLED.get(shape, "prompt"), "completion": "completion"}
+        columns = {"prompt": TABLES["axolotl prompts"]["labelled"].get(shape, "prompt"), "completion": "completion"}
         columns = {"messages": "completion"} if shape == "argilla_chat" else columns
         result.change(f"{where}.type", f"rows have {' and '.join(columns.values())}, in the tokenizer's own template")
-        return _finished(entry, item, where, result, columns=columns, known=_LABELLED_COLUMNS)
+        return _finished(entry, item, where, result, columns=columns, known=TABLES["axolotl columns"]["labelled"])
     if is_off(kind):
         raise RefusedError(
             "the rows of this dataset are tokens already",
@@ -223,23 +178,24 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
         messages = item.pop("field_messages", None) or "messages"
         columns["conversations" if entry["type"] == "sharegpt" else "messages"] = messages
         _axolotl_rules(item, entry, where, result)
-    known = {**_FIELD_COLUMNS, "field_system": "system"} if isinstance(kind, dict) else _FIELD_COLUMNS
+    known = TABLES["axolotl columns"]["text"] | ({"field_system": "system"} if isinstance(kind, dict) else {})
     return _finished(entry, item, where, result, columns=columns, known=known)
 
 
 def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
     """Columns of the rows of a `type` such as chatml.intel."""
     family, _, shape = kind.partition(".")
+    prompts = TABLES["axolotl prompts"]["pair"]
     if family in _FAMILIES:
         result.change(f"{where}.type", f"rows are put into the tokenizer's own chat template, not {family}")
-    elif family != "chat_template" or shape not in (*_PLAIN, *_PROMPTS):
+    elif family != "chat_template" or shape not in (*_PLAIN, *prompts):
         result.leave_out(f"{where}.type", kind, "read as preference pairs", change=_DECIDES)
-    return {"prompt": _PROMPTS[shape]} if shape in _PROMPTS else {}
+    return {"prompt": prompts[shape]} if shape in prompts else {}
 
 
 def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
     first = kind.partition(".")[0].partition(":")[0]
-    known = _TYPES.get(first)
+    known: str | None = TABLES["axolotl types"].get(first)
     if known == "alpaca" and kind not in ("alpaca", "alpaca.default", "alpaca:instruct"):  # this program's prompt
         result.change(f"type: {kind}", "rows are put into the Alpaca prompt, not into axolotl's")
     if known is None or not (kind in (first, f"{first}.default") or known == "alpaca"):
@@ -345,27 +301,6 @@ def _trl_eval_datasets(result: Conversion) -> list[Entry]:
 # LLaMA-Factory's datasets: the names in a file, and what its table `dataset_info.json` says of each.
 
 _TABLE = "dataset_info.json"
-_BESIDE = {"system": "system", "tools": "tools"}
-_PAIR = {"chosen": "chosen", "rejected": "rejected"}
-_COLUMNS: Mapping[str, Mapping[str, str]] = {
-    "text": {"prompt": "text"},
-    "alpaca": {**{"prompt": "instruction", "query": "input", "response": "output", "history": "history"}, **_BESIDE},
-    "prompt_completion": {"prompt": "prompt", "response": "completion", "history": "history", **_BESIDE},
-    "sharegpt": {"messages": "conversations", **_BESIDE},
-    "chat": {"messages": "messages", **_BESIDE},
-}
-"""Type of rows -> LLaMA-Factory's `columns` -> ours."""
-_UNSAID: Mapping[str, Mapping[str, str]] = {
-    "text": {"prompt": "instruction"},
-    **dict.fromkeys(("sharegpt", "chat"), {"messages": "conversations"}),
-}
-"""Columns of rows as LLaMA-Factory reads them where none are named; those of alpaca rows are ours."""
-_TAGS = {
-    **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
-    **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},
-}
-"""LLaMA-Factory's own names, used where a dataset gives no `tags` at all."""
-_ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 """Places of a dataset that are not read."""
 _READ = (
@@ -469,13 +404,13 @@ def _table_entry(dataset: str, known: Mapping[str, Any], folder: str, result: Co
     for key, target, usual in (("subset", "name", None), ("split", "split", "train")):
         if isinstance(known.get(key), str) and known[key] != usual:
             entry[target] = known[key]
-    names = dict(_COLUMNS[kind])
+    names = dict(TABLES["factory columns"][kind])
     if has_pairs:
         names.pop("response", None)
-        names |= _PAIR
+        names |= {"chosen": "chosen", "rejected": "rejected"}
     if is_labelled(job):
         names["kto_tag"] = "label"
-    said = {**_UNSAID.get(kind, {}), **(columns or {})}
+    said = {**TABLES["factory columns unsaid"].get(kind, {}), **(columns or {})}
     for key in (key for key in said if key not in names):
         where, why = f"{dataset}.columns.{key}", "rows of this type have no such column"
         if job == "pretraining":
@@ -526,11 +461,15 @@ def _faults(
 
 def _kind_of_tags(dataset: str, given: Any, where: str, result: Conversion) -> str:
     """`chat` or `sharegpt`, by LLaMA-Factory's `tags`."""
-    tags: Mapping[str, Any] = given if isinstance(given, dict) else _TAGS
+    tags: Mapping[str, Any] = given if isinstance(given, dict) else TABLES["factory tags"]
     place = f"{where}: tags"
-    roles = [(f"{place}.{tag}", tags[tag], meant) for tag, meant in _ROLES.items() if not is_off(tags.get(tag))]
+    roles = [
+        (f"{place}.{tag}", tags[tag], meant)
+        for tag, meant in TABLES["factory roles"].items()
+        if not is_off(tags.get(tag))
+    ]
     kind = _message_type(tags.get("role_tag"), tags.get("content_tag"), place, roles=roles)
-    if tags is not _TAGS and tags.get("function_tag") not in (None, "", "function_call"):
+    if isinstance(given, dict) and tags.get("function_tag") not in (None, "", "function_call"):
         reason = "calls are read in turns of function_call; rows with this role are refused when they are read"
         result.leave_out(f"{dataset}.tags.function_tag", tags["function_tag"], reason)
     return kind

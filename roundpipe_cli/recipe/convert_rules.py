@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from typing import Any, Literal, get_args
 
 from roundpipe_cli.choices import OBJECTIVES, SCORING_OBJECTIVES, Objective, objectives_of
@@ -21,6 +22,9 @@ from roundpipe_cli.recipe.strict_yaml import shown_value
 
 Tool = Literal["axolotl", "llama-factory", "trl"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
+TABLES: Mapping[str, Any] = json.loads(files("roundpipe_cli.recipe").joinpath("convert.json").read_text("utf-8"))
+"""Names that the other tools have for things, and their defaults: axolotl 0.19's schema and trainer builder,
+LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
 
 UNKNOWN = "no key that is known here: what it does to training is not done"
 """Reason to leave out a key of no table, of another release or a plugin: any of them may change what is trained."""
@@ -115,18 +119,6 @@ def _settings_named(key: str) -> Mapping[str, str]:
 
 _REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
 _BETAS: Mapping[str, str] = _settings_named("beta")
-_OF_REFERENCE = "ref_model ref_model_adapters ref_model_quantization_bit reference_free sync_ref_model"
-_OTHER_TERMS = """
-    pref_ftx rpo_alpha pref_bco_weight ld_alpha dpo_use_weighting use_weighting dpo_loss_weights loss_weights alpha
-    f_divergence_type dpo_norm_loss
-"""
-_SILENT = """
-    precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval
-    generate_during_eval precompute_ref_batch_size max_prompt_len max_prompt_length max_completion_length
-    disable_dropout train_on_prompt train_on_inputs mask_history ppo_buffer_size ppo_epochs
-    ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters reward_model_quantization_bit
-    reward_model_type
-"""
 _OWN_NAMES = ("simpo_gamma", "cpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight")
 LOSS_KEYS: Mapping[str, Mapping[str, str] | str] = {
     **dict.fromkeys(("rl", "stage", "pref_loss", "dpo_loss_type", "loss_type"), "objective"),
@@ -135,9 +127,12 @@ LOSS_KEYS: Mapping[str, Mapping[str, str] | str] = {
     "dpo_label_smoothing": {"dpo": "dpo.label_smoothing"},
     **dict.fromkeys(("kto_desirable_weight", "kto_chosen_weight"), _settings_named("desirable_weight")),
     **dict.fromkeys(("kto_undesirable_weight", "kto_rejected_weight"), _settings_named("undesirable_weight")),
-    **dict.fromkeys(_OF_REFERENCE.split(), _REFERENCE),
-    **dict.fromkeys(_OTHER_TERMS.split(), "the loss is that of its paper, without other terms, weights or divergences"),
-    **dict.fromkeys(_SILENT.split(), {}),
+    **dict.fromkeys(TABLES["losses"]["reference"].split(), _REFERENCE),
+    **dict.fromkeys(
+        TABLES["losses"]["other terms"].split(),
+        "the loss is that of its paper, without other terms, weights or divergences",
+    ),
+    **dict.fromkeys(TABLES["losses"]["silent"].split(), {}),
 }
 """Keys about losses that compare answers: the recipe's key by objective, none where other jobs read it or the same is
 computed in another way; the sentence of what is trained in place of one without a counterpart; or `objective`."""
@@ -262,26 +257,6 @@ def _unfrozen(value: Any, data: Data) -> Writes:
 _OTHER_TEMPLATES = ("alpaca", "chatml", "default", "empty", "fewshot", "inst", "metharme", "vicuna", "ziya")
 """Chat templates that belong to no model: naming one overrides the tokenizer's own."""
 
-_TEMPLATE_FAMILIES: Mapping[str, str] = {
-    "qwen": r"qwen(1\.5|2)",
-    "gemma": r"gemma-?(2b|7b|1\.1)",
-    "smollm": r"smollm-",
-    "phi": r"phi-?3",
-    "phi_small": r"phi-?3-small",
-    "cohere": r"command-r|aya",
-    "deepseek": r"deepseek-(v2|llm|moe)",
-    "deepseek3": r"deepseek-v3",
-    "deepseek_v2": r"deepseek-v2",
-    "deepseekcoder": r"deepseek-coder",
-    "mistral_small": r"mistral-small",
-    "mistral_v1": r"mistral.*v0\.1",
-    "mistral_v2v3": r"mistral.*v0\.[23]",
-    "mistral_v3_tekken": r"mistral-nemo",
-    "mistral_v7_tekken": r"mistral-small",
-    "command_a": r"command-a",
-}
-"""Templates whose name is not, or not only, how the names of their models begin."""
-
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
@@ -294,7 +269,7 @@ def _template(value: Any, data: Data) -> Writes:
         return {}
     model = model.rstrip("/").rpartition("/")[2].lower()
     family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (name, model))
-    pattern = _TEMPLATE_FAMILIES.get(name)
+    pattern = TABLES["template families"].get(name)
     if re.search(pattern, model) if pattern else len(family) > 2 and re.search(f"(?:^|meta){family}", plain):
         return {}
     reason = "the tokenizer's own chat template is used; another one is text or a separate file in the recipe"

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from roundpipe_cli.recipe.aliases import NAMES, VALUE_ALIASES
 from roundpipe_cli.recipe.check import defaults_of, describe_type, hints_of, section_of
+from roundpipe_cli.recipe.foreign import tables
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
     InclusiveRange,
@@ -204,26 +205,11 @@ def _limited(hint: Any, constraints: Sequence[Any]) -> JsonSchema:
     return limits
 
 
-_OTHER_WORDS = {
-    "objective": "grpo kto ppo rl stage",
-    "optim": "muon adamw_torch_4bit",
-    "report_to": "swanlab",
-    "kernels": "use_liger_kernel liger",
-    "max_seq_length": "context window context_length",
-    "method": "qlora",
-    "add_tokens": "tokens added_tokens new_special_tokens add_new_tokens trainable_token_indices",
-    "load_in_4bit": "qlora nf4 bnb",
-    "dtype": "bf16 fp16 precision",
-    "pipeline.recompute": "gradient_checkpointing activation_checkpointing",
-}
-"""Recipe key -> words that people look for, beside keys of other trainers."""
-
-
 def _spellings() -> dict[str, list[str]]:
     """Recipe key -> the words of other trainers that mean it: keys, and values of keys."""
     found: dict[str, list[str]] = {target: names.split() for target, names in NAMES.items()}
     for key, names in VALUE_ALIASES.items():
         found[key] = [*found.get(key, ()), *(name for name in names if isinstance(name, str))]
-    for key, words in _OTHER_WORDS.items():
+    for key, words in tables()["words"].items():
         found[key] = [*found.get(key, ()), *words.split()]
     return found

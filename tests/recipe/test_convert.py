@@ -29,9 +29,10 @@ for those below."""
 
 
 def look_up(data: dict[str, Any], dotted: str) -> Any:
+    """The value of a key with dots; None where there is none."""
     value: Any = data
     for part in dotted.split("."):
-        value = value[part]
+        value = value[int(part)] if isinstance(value, list) else value.get(part)
     return value
 
 
@@ -72,15 +73,6 @@ def test_a_text_that_would_read_as_a_reference_stays_text() -> None:
     assert load_text(text, "recipe.yaml").recipe.output_dir == "out/${run}"
 
 
-@pytest.mark.parametrize(("tool", "lines", "job"), TABLES["other jobs"])
-def test_file_for_another_job_is_refused(tool: str, lines: str, job: str) -> None:
-    """A recipe would train something that the file is not for, with batch, rate and epochs that nobody wrote."""
-    with pytest.raises(RefusedError, match=f"another job.*{job}") as refused:
-        converted(tool, lines)
-    problem = refused.value.problems[0]
-    assert problem.where == "a.yaml" and problem.found and problem.expected
-
-
 TABLE_OF_PAIRS = {
     "liked": {
         **{"file_name": "l.json", "ranking": True},
@@ -98,14 +90,47 @@ TABLE_OF_PAIRS = {
     "texts": {"file_name": "c4.jsonl", "columns": {"prompt": "text"}},
 }
 _OF_PAIRS = f"dataset_dir: {json.dumps(TABLE_OF_PAIRS)}"
-_LIKED = f"{_OF_PAIRS}, dataset: liked"
-_JUDGED = f"{_OF_PAIRS}, dataset: judged"
+
+
+def with_pairs(lines: str) -> str:
+    """The lines of a case with the data sets that their words stand for."""
+    words = {"OF_PAIRS": "", "LIKED": ", dataset: liked", "JUDGED": ", dataset: judged"}
+    for word, dataset in words.items():
+        lines = lines.replace(word, _OF_PAIRS + dataset)
+    return lines
+
+
+@pytest.mark.parametrize("case", TABLES["cases"], ids=lambda case: f"{case['tool']}, {case['lines']}")
+def test_what_becomes_of_a_file(case: dict[str, Any]) -> None:
+    """Each key is in one list, and the recipe loads; `story` says what a case is for, its other keys what to expect."""
+    tool, lines = case["tool"], with_pairs(case["lines"])
+    if "refused" in case:
+        with pytest.raises(RefusedError, match=case["refused"]) as refused:
+            converted(tool, lines)
+        problem = refused.value.problems[0]
+        assert str(problem.where).startswith("a.yaml") and case.get("found", "") in str(problem.found)
+        return
+    result = converted(tool, lines)
+    text, lacks = result.text("a.yaml"), [entry.key for entry in result.left_out]
+    assert load_text(text, "b.yaml") and len({*lacks, *result.without_effect}) == len(lacks + result.without_effect)
+    for key, value in case.get("recipe", {}).items():
+        assert look_up(result.recipe, key) == value, key
+    assert sorted(lacks) == sorted(case.get("left_out", lacks)) and {*case.get("lacks", ())} <= {*lacks}
+    assert {*case.get("told", ())} <= {*lacks, *result.without_effect}
+    assert {*case.get("idle", ())} <= {*result.without_effect} and not {*case.get("not_idle", ())} & {
+        *result.without_effect
+    }
+    said = " ".join((*result.notes, *result.changes))
+    assert all(re.search(one, said) for one in case.get("said", ()))
+    assert not any(re.search(one, said) for one in case.get("unsaid", ()))
+    first = text.splitlines()[0]
+    assert "first" not in case or re.search(f"Not the same training as a.yaml: .*{case['first']}", first), first
 
 
 @pytest.mark.parametrize(("tool", "lines", "expected"), TABLES["objectives"])
 def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str, Any]) -> None:
     """Such files were refused, as was any file with a stray `pref_beta`; the recipe loads, nothing is left out."""
-    result = converted(tool, lines.replace("OF_PAIRS", _OF_PAIRS).replace("LIKED", _LIKED).replace("JUDGED", _JUDGED))
+    result = converted(tool, with_pairs(lines))
     recipe = load_text(result.text("a.yaml"), "a.yaml").recipe
     assert recipe.scores_answers is ("objective" in result.recipe)
     for key, value in expected.items():
@@ -120,73 +145,6 @@ def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str
         assert stray <= set(result.without_effect)
 
 
-@pytest.mark.parametrize(
-    ("tool", "lines", "said"),
-    [
-        ("llama-factory", f"{{stage: dpo, finetuning_type: full, {_LIKED}}}", "second model"),
-        ("llama-factory", f"{{stage: dpo, dataset: texts, {_OF_PAIRS}}}", "no pairs"),
-        ("llama-factory", f"{{{_LIKED}}}", "preferences"),
-        ("llama-factory", f"{{stage: kto, {_LIKED}}}", "no labels"),
-        ("llama-factory", f"{{stage: kto, finetuning_type: full, {_JUDGED}}}", "second model"),
-        ("axolotl", "{rl: dpo, datasets: [{path: x, type: chat_template.default}]}", "second model"),
-    ],
-)
-def test_pairs_that_no_recipe_trains_are_refused(tool: str, lines: str, said: str) -> None:
-    with pytest.raises(RefusedError, match=said):
-        converted(tool, lines)
-
-
-def test_keys_that_mean_another_thing_in_one_tool() -> None:
-    """LLaMA-Factory's max_length and batch_size are of generation and evaluation; stage: pt is no idle line."""
-    result = converted("llama-factory", "{cutoff_len: 512, max_length: 64, batch_size: 4, stage: pt}")
-    assert result.recipe["max_seq_length"] == 512 and "max_length" in result.without_effect
-    assert result.recipe["gradient_accumulation_steps"] == 1 and "batch_size" in {e.key for e in result.left_out}
-    assert "stage" not in result.without_effect and "stage: pt" in " ".join(result.notes)
-    split = converted("axolotl", "excess_length_strategy: drop")
-    assert "excess_length_strategy" in " ".join(split.notes)
-
-
-def test_what_a_loss_of_pairs_lacks_is_in_the_first_line() -> None:
-    """Other references and added likelihoods make another loss."""
-    lines = f"{{stage: dpo, pref_ftx: 0.5, ref_model: other/model, val_size: 0.1, {_LIKED}}}"
-    result = converted("llama-factory", lines)
-    assert {entry.key for entry in result.left_out} == {"pref_ftx", "ref_model", "template"}
-    first = result.text("a.yaml").splitlines()[0]
-    assert "pref_ftx: " in first and "ref_model: the reference is the base model" in first
-
-
-@pytest.mark.parametrize("tool", BASES)
-def test_file_without_rows_is_refused(tool: str) -> None:
-    """No name of a file is invented in their place."""
-    lines = "{datasets: null, dataset_name: null}" if tool != "llama-factory" else "dataset: []"
-    with pytest.raises(RefusedError, match="no rows to train on|another job"):
-        converted(tool, lines)
-    with pytest.raises(RefusedError, match="no training file"):
-        convert_file(b"model: a/b\ndatasets: [{path: x}]\n", "a.yaml")
-
-
-@pytest.mark.parametrize(("tool", "lines", "named"), TABLES["trained differently"])
-def test_first_line_says_what_is_trained_differently(tool: str, lines: str, named: str) -> None:
-    result = converted(tool, lines)
-    first = result.text("a.yaml").splitlines()[0]
-    assert first.startswith("# Not the same training as a.yaml: ") and re.search(named, first), first
-
-
-@pytest.mark.parametrize(
-    ("tool", "lines", "is_same"),
-    [
-        ("llama-factory", "{add_tokens: '<a>, <b>', resize_vocab: true}", True),
-        ("llama-factory", "{add_tokens: '<a>', add_special_tokens: '<b>', resize_vocab: true}", False),
-        ("axolotl", "tokens: [<a>, <b>]", True),
-        ("axolotl", "{tokens: [<a>], special_tokens: {pad_token: <p>, additional_special_tokens: [<b>, <a>]}}", False),
-    ],
-)
-def test_new_tokens_are_added(tool: str, lines: str, is_same: bool) -> None:
-    result = converted(tool, lines)
-    assert result.recipe["add_tokens"] == ["<a>", "<b>"]
-    assert any("answers show them" in change for change in result.changes) != is_same
-
-
 def test_gpus_that_share_rows_do_not_multiply_them() -> None:
     """Four GPUs, two of which hold parts of the same sequences, train two sets of rows at a time."""
     text = BASES["axolotl"] + "micro_batch_size: 2\ngradient_accumulation_steps: 3\ncontext_parallel_size: 2\n"
@@ -195,47 +153,12 @@ def test_gpus_that_share_rows_do_not_multiply_them() -> None:
     assert "x 4 GPUs / 2 that share their rows" in " ".join(result.notes)
 
 
-@pytest.mark.parametrize(
-    ("tool", "lines", "key", "steps"),
-    [
-        ("trl", "eval_strategy: steps", "eval_steps", 10),
-        ("trl", "{eval_strategy: steps, logging_steps: 25}", "eval_steps", 25),
-        ("trl", "{evaluation_strategy: steps, eval_steps: null, val_set_size: 5}", "eval_steps", 10),
-        ("trl", "{eval_strategy: steps, eval_steps: 7}", "eval_steps", 7),
-        ("trl", "save_strategy: steps", "save_steps", 500),
-        ("llama-factory", "{eval_strategy: steps, val_size: 0.1}", "eval_steps", 500),
-        ("llama-factory", "{eval_strategy: steps, eval_dataset: y, logging_steps: 5}", "eval_steps", 5),
-        ("llama-factory", "{eval_strategy: steps}", "eval_steps", None),
-        ("axolotl", "{eval_strategy: steps, val_set_size: 0.1}", "eval_steps", 10),
-        ("axolotl", "{eval_strategy: steps, test_datasets: [{path: y, type: completion}]}", "eval_steps", 10),
-        ("axolotl", "save_strategy: steps", "save_steps", 500),
-        ("axolotl", "{}", "save_steps", "epoch"),
-    ],
-)
-def test_a_strategy_of_steps_has_the_tools_own_number(tool: str, lines: str, key: str, steps: Any) -> None:
-    """Evaluation at `steps` was dropped where only the tool knows how many, and axolotl's saves became epochs; where
-    there are no rows to evaluate on, the line still changes nothing."""
-    result = converted(tool, lines)
-    assert result.recipe.get(key) == steps
-    idle = {"eval_strategy", "evaluation_strategy", "save_strategy"} & set(result.without_effect)
-    assert bool(idle) == (steps is None)
-    assert load_text(result.text("a.yaml"), "b.yaml").recipe.eval_steps == result.recipe.get("eval_steps")
-
-
 def test_each_key_of_transformers_trainer_is_known() -> None:
     """A key in no table may change training, so the first line names it; none of the trainer's own is such a key."""
     from transformers.training_args import TrainingArguments
 
     changes = converted("trl", json.dumps(dict.fromkeys(TrainingArguments.__dataclass_fields__, 0.5))).changes
     assert changes and not any("no key that is known" in change for change in changes), changes
-
-
-@pytest.mark.parametrize(("tool", "lines", "expected"), TABLES["defaults"])
-def test_what_a_file_leaves_unsaid_is_its_tools_default(tool: str, lines: str, expected: dict[str, Any]) -> None:
-    """And what it says is carried; the header lists the defaults."""
-    result = converted(tool, lines)
-    assert {key: look_up(result.recipe, key) for key in expected} == expected
-    assert f"{tool}'s default is" in " ".join(result.notes)
 
 
 @pytest.mark.parametrize(("tool", "model", "template", "is_own"), TABLES["templates"])
@@ -352,72 +275,6 @@ def test_table_of_datasets_beside_the_file(tmp_path: Path, dataset: str, expecte
     assert not [entry.key for entry in result.left_out if "columns" in entry.key]
 
 
-def test_datasets_of_axolotl() -> None:
-    """Keys of messages, files and test rows are carried; other keys and rows of tokens are refused."""
-    mapped = "message_property_mappings: {role: from, content: value}"
-    files = "{path: json, type: completion, data_files: [b.jsonl, c.jsonl]}"
-    lines = f"datasets: [{{path: a, type: chat_template, field_messages: log, {mapped}}}, {files}]"
-    result = converted("axolotl", f"{lines}\ntest_datasets: [{{path: t, type: completion}}]")
-    assert result.recipe["datasets"] == [
-        {"path": "a", "type": "sharegpt", "columns": {"conversations": "log"}},
-        {"path": "b.jsonl", "type": "text"},
-        {"path": "c.jsonl", "type": "text"},
-    ]
-    assert result.recipe["eval_datasets"] == [{"path": "t", "type": "text"}] and not result.left_out
-    for rows, what in (
-        ("{path: a}", "tokens already"),
-        ("{path: a, type: chat_template, message_property_mappings: {role: who, content: what}}", "such keys"),
-        ("{path: a, type: chat_template, roles: {user: [customer]}}", "such a role"),
-        ("{type: alpaca}", "no path"),
-    ):
-        with pytest.raises(RefusedError, match=what):
-            converted("axolotl", f"datasets: [{rows}]")
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected", "left_out"),
-    [
-        ("roles_to_train: [gpt]", {}, []),
-        ("roles_to_train: [human, gpt], train_on_eos: turn", {"roles_to_train": ["user", "assistant"]}, []),
-        ("train_on_eos: all, train_on_eot: all", {"train_on_eos": "all"}, []),
-        ("train_on_eot: last", {"train_on_eos": "last"}, []),
-        ("roles_to_train: [judge]", {}, ["roles_to_train"]),
-        ("train_on_eos: turn, train_on_eot: all", {}, ["train_on_eos", "train_on_eot"]),
-    ],
-)
-def test_what_axolotl_trains_of_a_chat(rows: str, expected: dict[str, Any], left_out: list[str]) -> None:
-    """All of these were left out."""
-    result = converted("axolotl", f"datasets: [{{path: x.jsonl, type: chat_template, {rows}}}]")
-    assert result.recipe["datasets"] == [{"path": "x.jsonl", "type": "chat", **expected}]
-    assert [entry.key for entry in result.left_out] == [f"datasets[0].{key}" for key in left_out]
-    assert any("datasets" in change for change in result.changes) == bool(left_out)
-    assert load_text(result.text("a.yaml"), "b.yaml").recipe.datasets[0].path == "x.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("tool", "lines", "expected"),
-    [
-        ("axolotl", "hub_model_id: me/mine", "me/mine"),
-        ("trl", "{hub_model_id: me/mine, push_to_hub: true}", "me/mine"),
-        ("trl", "hub_model_id: me/mine", None),
-        ("llama-factory", "{hub_model_id: me/mine, push_to_hub: false}", None),
-    ],
-)
-def test_a_result_is_uploaded_where_the_tool_would(tool: str, lines: str, expected: str | None) -> None:
-    result = converted(tool, lines)
-    assert result.recipe.get("hub_model_id") == expected
-    assert not any("hub" in entry.key for entry in result.left_out)
-    alone = converted("trl", "push_to_hub: true")
-    assert [entry.key for entry in alone.left_out] == ["push_to_hub"] and "hub_model_id" not in alone.recipe
-
-
-def test_mask_history_trains_the_last_answer(tmp_path: Path) -> None:
-    result = converted("llama-factory", "mask_history: true")
-    assert [entry["turns_to_train"] for entry in result.recipe["datasets"]] == ["last"]
-    assert "mask_history" not in [*result.without_effect, *(entry.key for entry in result.left_out)]
-    assert "turns_to_train" not in converted("llama-factory", "mask_history: false").recipe["datasets"][0]
-
-
 @pytest.mark.parametrize("objective", objectives_of("pair"))
 def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str) -> None:
     """TRL's trainers share most keys: a file for DPOTrainer with a beta was refused, one without was taken for SFT."""
@@ -473,21 +330,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "did you mean --from axolotl?" in said("convert", "axolotl.yaml", "--from", "axolot", code=2)[1]
 
 
-@pytest.mark.parametrize(
-    ("tool", "lines", "key"),
-    [
-        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, lora: 3}", "lora"),
-        ("axolotl", "eval_datasets: 5", "eval_datasets"),
-        ("trl", "datasets: [{path: other.jsonl}]", "datasets"),
-        ("trl", "method: lora_plus", "method"),
-        ("llama-factory", "add_tokens: true", "add_tokens"),
-    ],
-)
-def test_values_of_another_kind_are_left_out(tool: str, lines: str, key: str) -> None:
-    """A number for a list was a bug of ours; rows under a key of recipes were left out without a word."""
-    assert key in [entry.key for entry in converted(tool, lines).left_out]
-
-
 UNSLOTH = """
 model: unsloth/Qwen3-0.6B
 data: {local_dataset: [rows.jsonl, more.jsonl], format_type: alpaca}
@@ -523,28 +365,6 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
     whole = all_weights.recipe
     assert whole["method"] == "full" and "lora" not in whole and not whole.get("load_in_4bit")
     assert whole["train_on_inputs"] is True and whole["num_train_epochs"] == 3
-
-
-@pytest.mark.parametrize(
-    ("tool", "lines", "key"),
-    [
-        ("axolotl", "{pretraining_dataset: c4.jsonl, max_steps: 9}", "datasets"),
-        ("trl", "{dataset_mixture: {datasets: [{path: a}]}, eval_strategy: epoch}", "dataset_name"),
-        ("trl", "max_length: null", "max_length"),
-        ("axolotl", "{rl: simpo, dpo_loss_type: [ipo], datasets: [{path: x}]}", "dpo_loss_type"),
-        (
-            "llama-factory",
-            "{dataset: x, dataset_dir: {x: {file_name: a, columns: {prompt: a, response: b, messages: c}}}}",
-            "x.columns.messages",
-        ),
-    ],
-)
-def test_each_key_is_in_one_list(tool: str, lines: str, key: str) -> None:
-    """Rows that a tool does not read beside others were in no list, TRL's could be evaluated on; null was in two; and a
-    column that LLaMA-Factory does not read either was called a difference."""
-    result = converted(tool, lines)
-    assert [*result.without_effect, *(line.key for line in result.left_out)].count(key) == 1
-    assert "eval_datasets" not in result.recipe and "it is not read" not in str(result.changes)
 
 
 @pytest.mark.parametrize(
@@ -597,23 +417,3 @@ def test_each_key_is_told_once(tmp_path: Path) -> None:
     err = said("convert", str(tmp_path / "a.yaml"))[1]
     assert "1 key without effect here: strict" in err and len(re.findall("fp8:", err)) == 1
     assert "not the same training: products are computed in the recipe's dtype" in err
-    table = "{x: {file_name: a, columns: {prompt: a, response: b, messages: c}, extra: 1}}"
-    result = converted("llama-factory", f"{{dataset: x, eval_dataset: x, dataset_dir: {table}}}")
-    told = [*result.without_effect, *(line.key for line in result.left_out)]
-    assert len(told) == len(set(told)) and {"x.columns.messages", "x.extra"} <= set(told)
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        ("datasets: []", "datasets: []"),
-        ("datasets: null", "datasets: null"),
-        ("{rl: dpo, adapter: lora, datasets: []}", "datasets"),
-    ],
-)
-def test_an_empty_list_of_data_sets_is_not_called_idle(lines: str, found: str) -> None:
-    with pytest.raises(RefusedError, match="no rows to train on") as refused:
-        converted("axolotl", lines)
-    assert found in str(refused.value.problems[0].found)
-    result = converted("axolotl", "{pretraining_dataset: c4.jsonl, max_steps: 9, datasets: []}")
-    assert "datasets" not in result.without_effect and "datasets names no rows" in " ".join(result.notes)

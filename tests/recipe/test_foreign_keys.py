@@ -78,7 +78,7 @@ def test_a_slip_in_a_short_word_is_found(word: str) -> None:
 def test_a_key_has_one_answer() -> None:
     """No table has a key twice, and none a key that a recipe has or reads; those of rows are a data set's."""
     kinds = get_args(foreign.AnswerKind)
-    assert {*foreign.tables()} == {*kinds, "about", "values", "jobs of values"}
+    assert {*foreign.tables()} == {*kinds, "about", "values", "jobs of values", "spellings", "words"}
     for kind in kinds:
         words = [word for names in foreign.tables()[kind].values() for word in names.split()]
         assert len(words) == len(set(words)) > 10, kind
