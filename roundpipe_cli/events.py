@@ -175,15 +175,13 @@ class DeviceSample:
 
     used_bytes: int | None = None
     total_bytes: int | None = None
-    upload_bytes_per_s: float | None = None
-    download_bytes_per_s: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory, transfers and devices at one moment."""
+    """Memory and devices at one moment."""
 
     time_s: float
     process_bytes: int
@@ -193,8 +191,6 @@ class Sample:
     """Memory of the machine or the container."""
     devices: tuple[DeviceSample, ...]
     """One per worker."""
-    queues: tuple[tuple[str, int], ...] = ()
-    """Transfers that wait, by class, most urgent first; empty where there are no queues."""
 
 
 @dataclass(frozen=True)

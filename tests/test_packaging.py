@@ -58,7 +58,7 @@ def test_wheel_carries_the_package_and_the_recipes_whole_and_nothing_else(wheel:
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "roundpipe_cli").rglob("*")
-        if path.is_file() and path.suffix in (".py", ".json", ".typed", ".md")
+        if path.is_file() and path.suffix in (".py", ".json", ".css", ".typed", ".md")
     }
     assert "roundpipe_cli/py.typed" in package
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == package | recipes.keys()

@@ -9,9 +9,11 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
+from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -280,47 +282,14 @@ MAX_FILE_BYTES = 64 * 1024**2
 SMOOTHING = 20
 """Spans of the loss curve over which it is smoothed."""
 
-_CSS = """
-:root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
-  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --update: #8a929b; --idle: #e6e8ec;
-  --both: linear-gradient(var(--f) 50%, var(--b) 50%); }
-@media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e8ea; --faint: #9aa; --line: #333a41;
-  --card: #1c2126; --idle: #2a3037; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0.5rem 0 0; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
-.sub { color: var(--faint); margin: 0 0 1rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 0.6rem; }
-.card { background: var(--card); border-radius: 0.5rem; padding: 0.6rem 0.8rem; }
-.card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-.card span, .legend { color: var(--faint); font-size: 0.85rem; }
-.scroll { overflow-x: auto; }
-svg { width: 100%; height: auto; display: block; font: 12px system-ui, sans-serif; fill: var(--text); }
-svg .grid { stroke: var(--line); } svg .note { fill: var(--faint); } svg .strong { font-weight: 600; }
-polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.c1 { stroke: var(--f); } .c2 { stroke: var(--b); } .c3 { stroke: var(--r); } .c4 { stroke: var(--wait); }
-.raw { stroke: var(--faint); stroke-width: 1; } .limit { stroke-dasharray: 6 4; stroke-width: 1.2; }
-.dot { stroke: none; } .c1.dot { fill: var(--f); } .c2.dot { fill: var(--b); } .c3.dot { fill: var(--r); }
-.c4.dot { fill: var(--wait); }
-.idle { fill: var(--idle); } .kind-F { fill: var(--f); } .kind-R { fill: var(--r); } .kind-B { fill: var(--b); }
-.kind-H { fill: url(#BOTH_ID); }
-.update { fill: var(--update); } .up { fill: var(--wait); } .down { fill: var(--faint); }
-.legend span { white-space: nowrap; margin-right: 0.7em; }
-.legend i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.3em; }
-@media (max-width: 40rem) { svg { font-size: 20px; } table { font-size: 0.9rem; } }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { text-align: right; padding: 0.3rem 0.4rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td:first-child, th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: normal; }
-@media (max-width: 27rem) { table { font-size: 0.8rem; } td, th { padding: 0.3rem 0.15rem; } }
-pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem;
-  white-space: pre-wrap; }
-details summary { cursor: pointer; }
-.off { color: var(--wait); font-weight: 600; }
-"""
-_CSS = _CSS.replace("BOTH_ID", BOTH_ID)
-for _letter, _name in WORK_NAMES.items():
-    _CSS = _CSS.replace(_name.upper(), WORK_COLOURS[_letter])
+
+@cache
+def _css() -> str:
+    """Styles of pages, with the colours of pictures."""
+    text = files("roundpipe_cli.dashboard").joinpath("page.css").read_text(encoding="utf-8")
+    for letter, name in WORK_NAMES.items():
+        text = text.replace(f"@{name.upper()}", WORK_COLOURS[letter])
+    return text.replace("@BOTH", BOTH_ID)
 
 
 def report_page(folder: Path) -> str:
@@ -378,7 +347,7 @@ def document(title: str, sections: Sequence[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{_CSS}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>\n{_css()}</style></head>\n<body>\n"
         + "\n".join(section for section in sections if section)
         + "\n</body></html>\n"
     )
@@ -421,6 +390,16 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
 
 def _section(heading: str, picture: str, legend: str = "") -> str:
     return f'<h2>{escape(heading)}</h2>{legend}<div class="scroll">{picture}</div>'
+
+
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML, below headings that are text."""
+    lines = [
+        [f"<th>{escape(heading)}</th>" for heading in headings],
+        *([f"<td>{cell}</td>" for cell in row] for row in rows),
+    ]
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
+    return f'<div class="scroll"><table>{body}</table></div>'
 
 
 def _legend(*entries: tuple[str, str]) -> str:
@@ -478,15 +457,13 @@ def _evaluations(state: DashboardState) -> str:
     if not state.evaluations:
         return ""
     best = min(loss for _, loss in state.evaluations)
-    rows = [
-        f"<tr><td>{step:.0f}</td>" + "".join(f"<td>{f'<b>{text}</b>' if loss == best else text}</td>" for text in texts)
-        for step, loss in state.evaluations[-MAX_EVALUATIONS:]
-        for texts in [(format_loss(loss), f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "-")]
-    ]
+    rows = []
+    for step, loss in state.evaluations[-MAX_EVALUATIONS:]:
+        texts = format_loss(loss), f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "-"
+        rows.append([f"{step:.0f}", *(f"<b>{text}</b>" if loss == best else text for text in texts)])
     left_out = len(state.evaluations) - len(rows)
     note = f'<p class="sub">{counted(left_out, "earlier evaluation")} left out.</p>' if left_out else ""
-    head = "<tr><th>step</th><th>loss</th><th>perplexity</th></tr>"
-    return f'<h2>Evaluations</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>{note}'
+    return f"<h2>Evaluations</h2>{html_table(('step', 'loss', 'perplexity'), rows)}{note}"
 
 
 def _rates(events: Sequence[TimedEvent]) -> str:
@@ -540,25 +517,18 @@ def _memory(events: Sequence[TimedEvent]) -> tuple[str, str]:
 
 
 def _comparison(report: Mapping[str, Any]) -> str:
-    rows = comparison(report)
+    rows = [[*map(escape, row[:-1]), _coloured(row[-1])] for row in comparison(report)]
     if not rows:
         return ""
-    head = "<tr>" + "".join(f"<th>{escape(heading)}</th>" for heading in headings(report)) + "</tr>"
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[:-1])
-        + f"<td{_colour(row[-1])}>{escape(row[-1])}</td></tr>"
-        for row in rows
-    )
     note = f"<p>{escape(range_note(report))}</p>" if range_note(report) else ""
-    return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>{note}'
+    return f"<h2>Predicted and measured</h2>{html_table(headings(report), rows)}{note}"
 
 
-def _colour(off: str) -> str:
-    """The class of a cell such as `+124 %` or `-3.1 points`, where it is far off."""
+def _coloured(off: str) -> str:
+    """A difference such as `+124 %` or `-3.1 points`, marked where it is far off."""
     amount, _, unit = off.partition(" ")
     far = {"%": FAR_OFF, "points": FAR_OFF / 2.5}.get(unit)
-    return ' class="off"' if far is not None and abs(float(amount)) > far else ""
+    return f'<span class="off">{off}</span>' if far is not None and abs(float(amount)) > far else off
 
 
 def _messages(state: DashboardState) -> str:

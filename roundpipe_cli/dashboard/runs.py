@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 
 from roundpipe_cli import events
-from roundpipe_cli.dashboard.html import STEPS, Series, curves, document, figures, read_report, smoothed
+from roundpipe_cli.dashboard.html import STEPS, Series, curves, document, figures, html_table, read_report, smoothed
 from roundpipe_cli.dashboard.replay import GrowingFile, RunFiles
 from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, HEADER_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.units import counted, format_loss
@@ -184,14 +184,8 @@ def runs_page(runs: Sequence[RunSummary], differs: Sequence[str]) -> str:
     """The table and the loss curves of all runs on one page, without network or script."""
     headings, *rows = table(runs, differs)
     common = {key: run.recipe[key] for run in runs for key in ("model", "method") if key in run.recipe}
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
-    dot = '<i style="background: hsl(HUE 65% 50%)"></i>'
-    body = "".join(
-        f"<tr><td class='legend'><span>{dot.replace('HUE', str(_hue(index)))}{escape(cells[0])}</span></td>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
-        + "</tr>"
-        for index, cells in enumerate(rows)
-    )
+    dot = '<div class="legend"><span><i style="background: hsl({} 65% 50%)"></i>{}</span></div>'
+    body = [[dot.format(_hue(at), escape(row[0])), *map(escape, row[1:])] for at, row in enumerate(rows)]
     colours = "".join(
         f".r{at} {{ stroke: hsl({_hue(at)} 65% 50%); }} .r{at}.dot {{ fill: hsl({_hue(at)} 65% 50%); }}"
         for at in range(MAX_CURVES)
@@ -200,7 +194,7 @@ def runs_page(runs: Sequence[RunSummary], differs: Sequence[str]) -> str:
         f"<h1>{counted(len(runs), 'run')}</h1>",
         f'<p class="sub">{escape(", ".join(str(value) for key, value in common.items() if key not in headings))}</p>',
         f"<style>{colours}</style>",
-        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>',
+        html_table(headings, body),
         "<h2>Loss</h2>",
         '<p class="sub">Training, smoothed.</p>',
         f'<div class="scroll">{_picture(runs, "losses")}</div>',

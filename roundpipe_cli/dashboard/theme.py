@@ -28,8 +28,6 @@ class Glyphs:
     point: str = "◆"
     dot: str = "●"
     between: str = "·"
-    up: str = "↑"
-    down: str = "↓"
     degree: str = "°C"
     frame: str = "╭─╮│╰╯"
     axis: str = "┤│└"
@@ -39,7 +37,7 @@ class Glyphs:
 
 ASCII = Glyphs(
     full="#", left="#", right="#", wait="~", idle=".", idle_of_two=".", done="=", rest="-", point="o", dot="*",
-    between="-", up="up ", down="down ", degree=" C", frame="+-+|++", axis="||+", ellipsis="~", braille=False,
+    between="-", degree=" C", frame="+-+|++", axis="||+", ellipsis="~", braille=False,
 )  # fmt: skip
 
 

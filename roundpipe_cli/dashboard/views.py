@@ -85,15 +85,12 @@ def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:
         total = f" of {sample.host_total_bytes / GIB:.3g} GiB"
         rows.append(("host memory", f"{sample.process_bytes / GIB:.1f} GiB", total))
         rows.append(("all programs", f"{sample.host_used_bytes / GIB:.1f} GiB", ""))
-    rates = [worker.sample.upload_bytes_per_s for worker in state.workers]
-    if step is not None and step.upload_bytes and all(rate is None for rate in rates):
+    if step is not None and step.upload_bytes:
         rows.append(("upload", f"{step.upload_bytes / step.step_s / 1e9:.1f} GB/s", ""))
     if step is not None and step.device_peak_bytes and all(w.sample.used_bytes is None for w in state.workers):
         rows.append(("device peak", f"{step.device_peak_bytes / GIB:.2f} GiB", ""))
     if step is not None:
         rows.append(("tokens", _grouped(step.tokens), " this step"))
-    if sample is not None:
-        rows += [(f"queue of {name}", str(count), "") for name, count in sample.queues]
     return rows
 
 
@@ -344,11 +341,6 @@ def _worker_figures(worker: WorkerView, theme: Theme) -> list[Text]:
         parts = [Text.assemble("busy ", (_percent(now).strip(), "bold"), mean_of)]
     if sample.used_bytes is not None and sample.total_bytes:
         parts.append(Text(f"{sample.used_bytes / GIB:.1f} of {sample.total_bytes / GIB:.0f} GiB"))
-    if sample.upload_bytes_per_s is not None:
-        rates = f"{theme.glyphs.up}{sample.upload_bytes_per_s / 1e9:.1f}"
-        if sample.download_bytes_per_s is not None:
-            rates += f" {theme.glyphs.down}{sample.download_bytes_per_s / 1e9:.1f}"
-        parts.append(Text(f"{rates} GB/s"))
     if sample.temperature_c is not None:
         parts.append(Text(f"{sample.temperature_c:.0f}{theme.glyphs.degree}"))
     if sample.power_w is not None:

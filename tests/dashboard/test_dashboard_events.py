@@ -51,7 +51,7 @@ EVENTS: tuple[Event, ...] = (
     WorkSeen(2.5, 3, (SPAN,), ()),
     StepTimeline(3, 2.0, (SPAN, replace(SPAN, worker=-1, lane="host", kind="O", microbatch=-1))),
     EvaluationFinished(3, 10, 1.25, 3.5, 100, 0.5, True, (("p", "a"),)),
-    Sample(3.0, 1, 2, 3, (DeviceSample(), DeviceSample(1, 2, 3.5, 4.5, 60.0, 250.0)), (("boundary", 2),)),
+    Sample(3.0, 1, 2, 3, (DeviceSample(), DeviceSample(1, 2, 60.0, 250.0))),
     RunStopped("why"),
     EvaluationFinished(3, 10, 0.5, 1.6, 100, 0.5, False, (), {"reward_margin": 0.5, "reward_accuracy": 1.0}),
 )

@@ -119,10 +119,7 @@ def _finished(step: int, num_steps: int, timeline: Timeline, step_s: float, *, g
 
 def _sample(now_s: float, num_workers: int, gpu: bool) -> Sample:
     devices = tuple(
-        DeviceSample(int((9 + n) * 1024**3), 24 * 1024**3, 11.2e9 + 1e8 * n, 3.1e9, 61.0 + n, 287.0 + 4 * n)
-        if gpu
-        else DeviceSample()
+        DeviceSample(int((9 + n) * 1024**3), 24 * 1024**3, 61.0 + n, 287.0 + 4 * n) if gpu else DeviceSample()
         for n in range(num_workers)
     )
-    queues = (("boundary", 1), ("weights", 6), ("prefetch", 12), ("gradients", 3)) if gpu else ()
-    return Sample(now_s, 21 * 1024**3, int(30.5 * 1024**3), 64 * 1024**3, devices, queues)
+    return Sample(now_s, 21 * 1024**3, int(30.5 * 1024**3), 64 * 1024**3, devices)
