@@ -12,16 +12,19 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import TEMPORARY_PREFIX
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.files import TEMPORARY_PREFIX, write_atomically
 from roundpipe_cli.regular_files import read_json_of_ours
 
 CACHE_VARIABLE = "ROUNDPIPE_CACHE"
 KEPT_S = 30 * 24 * 3600.0
 """Age in seconds since a file's last use from which it is removed."""
+MAX_BYTES = 16 * 1024**2
+"""Largest remembered value."""
 ABANDONED_S = 24 * 3600.0
 """Age in seconds of an unfinished file that never will be finished."""
 
@@ -85,6 +88,40 @@ def prune_cache(folder: Path, mark: str) -> None:
         is_finished = (entry / mark).is_file()
         if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY_PREFIX) and age_s > ABANDONED_S):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+class Remembered:
+    """A value in the cache, as JSON in a file of its own, which a hash of all that the value depends on names.
+
+    A file that cannot be read, or is not as it was written, counts as none. One that nobody has read for long goes.
+    """
+
+    def __init__(self, room: str, key: str) -> None:
+        self.path = cache_folder(room) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        self.damage = ""
+        """The reason why `load` could not use the file; empty: it could, or there was none."""
+
+    def load(self) -> Any:
+        """The value, in JSON's types; None: nothing is remembered."""
+        try:
+            value = unsealed(self.path, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self.damage = str(error)
+            return None
+        with suppress(OSError):
+            os.utime(self.path)
+        return value
+
+    def save(self, value: object) -> None:
+        """Remember a value of JSON's types; a cache that cannot be written is no error."""
+        with suppress(OSError, ResourceError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for path in self.path.parent.glob("*.json"):
+                if path.stat().st_mtime < time.time() - KEPT_S:
+                    path.unlink(missing_ok=True)
+            write_atomically(self.path, sealed(value))
 
 
 def sealed(content: object) -> bytes:

@@ -32,6 +32,7 @@ USED_OUTSIDE = {
     "load_in_fp8": "read by the key that `PACKED_FORMATS` makes of its name",
     "list_without_a_word": "typer calls it",
     "first_loss": "a program reads it of what `finetune` returns",
+    **dict.fromkeys(("loss_error", "gradient_error"), "tests ask how exact a proof is, which is kept as a whole"),
     **dict.fromkeys(
         ("is_compileable", "is_dummy", "get_seq_length", "get_query_offset", "get_mask_sizes"),
         "transformers asks it of what it takes for a cache of keys and values",

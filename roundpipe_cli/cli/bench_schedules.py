@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +278,7 @@ def as_planned(
 
 
 def _known_row(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> dict[str, Any]:
-    return answers.once(("simulated", name, cut, case), lambda: row_of(run(name, cut, case)), dict, dict)
+    return answers.once(("simulated", name, cut, case), lambda: row_of(run(name, cut, case)))
 
 
 def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
@@ -286,7 +286,6 @@ def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> St
     return answers.once(
         ("chosen", name, case, effort),
         lambda: choose(name, case, effort=effort),
-        asdict,
         cut_from,
     )
 

@@ -7,25 +7,21 @@ torch. Counts are kept in the cache.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.cache import Remembered
 from roundpipe_cli.costs.block_work import MAX_FLASH_WIDTH
 from roundpipe_cli.costs.models import ATTENTION_DROPOUT
-from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.files import write_atomically
+from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.library_names import version
 from roundpipe_cli.limited import Limits, run_limited
-from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.sizes import SIZE_NAMES
 
 if TYPE_CHECKING:
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 """Version of the documents; raised when they get another meaning."""
-MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
 WALL_S = 300.0
 MEMORY_BYTES = 128 * 1024**3
@@ -70,11 +65,9 @@ def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = No
         RefusedError: `finetune` would refuse the model with these words.
         NotBuiltError: it takes too long or too much memory.
     """
-    path = _remembered(config)
-    with suppress(OSError, ValueError, RecursionError, RefusedError):
-        found = json.loads(read_regular(path, MAX_BYTES))
-        if isinstance(found, dict) and "parameters" in found:
-            return found
+    kept = _remembered(config)
+    if (known := kept.load()) is not None:
+        return dict(known)
     limits = Limits("building the model without weights", name, PROCESSOR_S, MEMORY_BYTES, wall_s=WALL_S)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -87,20 +80,18 @@ def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = No
         raise NotBuiltError(problem.what, where=problem.where, found=problem.found) from None
     if isinstance(answer, RefusedError):
         raise answer
-    with suppress(OSError, ResourceError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(answer).encode())
+    kept.save(answer)
     return answer
 
 
 def is_remembered(config: Mapping[str, Any]) -> bool:
     """Whether `count_on_meta` answers at once."""
-    return _remembered(config).is_file()
+    return _remembered(config).path.is_file()
 
 
-def _remembered(config: Mapping[str, Any]) -> Path:
-    text = json.dumps([FORMAT, version("transformers"), version("torch"), config], sort_keys=True, default=str)
-    return cache_folder("parameter_counts") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+def _remembered(config: Mapping[str, Any]) -> Remembered:
+    key = [FORMAT, version("transformers"), version("torch"), config]
+    return Remembered("parameter_counts", json.dumps(key, sort_keys=True, default=str))
 
 
 def _answer(folder: Path, name: str) -> dict[str, Any] | RefusedError:

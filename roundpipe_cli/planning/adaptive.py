@@ -7,21 +7,16 @@ start. Where stages are cut changes no bit of the result.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.cache import cache_folder, sealed, unsealed
+from roundpipe_cli.cache import Remembered
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.memory import DEVICE_SHARE, beyond_margin
-from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.files import write_atomically
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.predict import MEASURED
@@ -173,8 +168,6 @@ def _layer(kind: Kind, stage: int, num_layers: int) -> int:
 FORMAT = 3
 """Version of the files; raised when the times get another meaning."""
 
-MAX_BYTES = 16 * 1024**2
-
 
 class ProfileCache:
     """The times of one model on one set of devices."""
@@ -184,19 +177,19 @@ class ProfileCache:
         Args:
             key: everything that layer times depend on, in JSON's types.
         """
-        self.damage: str | None = None
-        """Message about a damaged file; set by `load`."""
-        text = json.dumps([FORMAT, key], sort_keys=True)
-        self.path: Path = cache_folder("profiles") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        self._kept = Remembered("profiles", json.dumps([FORMAT, key], sort_keys=True))
+        self.path = self._kept.path
+
+    @property
+    def damage(self) -> str | None:
+        """Message about a file that `load` could not use."""
+        text = f"the remembered times in {self.path} cannot be used and are measured again: {self._kept.damage}"
+        return text if self._kept.damage else None
 
     def load(self, base: CostModel) -> CostModel | None:
         """`base` with the remembered times in place of its own; None if there are none, or `damage` says why not."""
-        try:
-            found = unsealed(self.path, MAX_BYTES)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            self.damage = f"the remembered times in {self.path} cannot be used and are measured again: {error}"
+        found = self._kept.load()
+        if found is None:
             return None
         layers = tuple(
             replace(layer, forward_s=forward_s, recompute_s=recompute_s, backward_s=backward_s)
@@ -208,9 +201,7 @@ class ProfileCache:
     def save(self, costs: CostModel) -> None:
         """Remember measured times; a cache that cannot be written is no error."""
         rows = [[layer.forward_s, layer.recompute_s, layer.backward_s] for layer in costs.layers]
-        with suppress(OSError, ResourceError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, sealed({"layers": rows, "worker_speed": costs.worker_speed}))
+        self._kept.save({"layers": rows, "worker_speed": costs.worker_speed})
 
 
 PROFILE_STEPS = 2

@@ -1,27 +1,24 @@
 """Earlier plans, kept in the user's cache: a repeated question needs neither search nor simulation.
 
-A file per question. Its name is a hash of all that the answer depends on: the question's figures and the code that
-answers. A file that cannot be read, or is not as it was written, is computed again, and `damage` says so.
+The key is all that the answer depends on: the question's figures and the code that answers. What cannot be read, or is
+not as it was written, is computed again, and `damage` says so.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roundpipe_cli.cache import KEPT_S, cache_folder, sealed, unsealed
-from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.files import write_atomically
+from roundpipe_cli.cache import Remembered
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.schedule.builders import Options
 
-MAX_BYTES = 1024**2
 ROOMS = ("costs", "planning", "schedule")
 """Folders of the code that answers."""
 
@@ -36,33 +33,35 @@ class Answers:
         """Messages about files that could not be used."""
 
     def once(
-        self,
-        question: object,
-        work: Callable[[], Answer],
-        write: Callable[[Answer], dict[str, Any]],
-        read: Callable[[Any], Answer],
+        self, question: object, work: Callable[[], Answer], read: Callable[[Any], Answer] = lambda known: known
     ) -> Answer:
         """The answer to a question: from the cache, or computed and kept.
 
         Args:
             question: its `repr` is the question, so it holds plain data and dataclasses of such.
-            write, read: an answer to JSON's types and back.
+            work: gives plain data, or a dataclass of such.
+            read: makes an answer of what JSON has kept of it.
         """
-        name = hashlib.sha256(f"{code_digest()} {question!r}".encode()).hexdigest()[:32]
-        path = cache_folder("plans") / f"{name}.json"
-        try:
-            return read(unsealed(path, MAX_BYTES))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            self.damage.append(f"the remembered plan in {path} cannot be used and is made again: {error}")
+        kept = Remembered("plans", f"{code_digest()} {question!r}")
+        found = kept.load()
+        if kept.damage:
+            self.damage.append(f"the remembered plan in {kept.path} cannot be used and is made again: {kept.damage}")
+        if found is not None:
+            return read(found)
         with _paused_collector():
             answer = work()
-        with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _forget_old(path.parent)
-            write_atomically(path, sealed(write(answer)))
+        kept.save(asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer)
         return answer
+
+
+def answered(
+    answers: Answers | None,
+    question: object,
+    work: Callable[[], Answer],
+    read: Callable[[Any], Answer] = lambda known: known,
+) -> Answer:
+    """As `Answers.once`; None: nothing is remembered."""
+    return work() if answers is None else answers.once(question, work, read)
 
 
 @contextmanager
@@ -75,13 +74,6 @@ def _paused_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _forget_old(folder: Path) -> None:
-    oldest_s = time.time() - KEPT_S
-    for path in folder.glob("*.json"):
-        if path.stat().st_mtime < oldest_s:
-            path.unlink(missing_ok=True)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
@@ -17,7 +17,7 @@ from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
-from roundpipe_cli.planning.answers import Answers, cut_from
+from roundpipe_cli.planning.answers import Answers, answered, cut_from
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round
@@ -525,16 +525,14 @@ def _figures(question: PlanRequest) -> tuple[object, ...]:
 def _known_cut(question: PlanRequest) -> StageCut:
     if question.answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
         return _cut(question)
-    return question.answers.once(("stages", _figures(question)), lambda: _cut(question), asdict, cut_from)
+    return question.answers.once(("stages", _figures(question)), lambda: _cut(question), cut_from)
 
 
 def _known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
-    if question.answers is None:
-        return simulate_step(question, cut)
-    return question.answers.once(
+    return answered(
+        question.answers,
         ("step", _figures(question), cut),
         lambda: simulate_step(question, cut),
-        asdict,
         lambda one: SimulatedStep(
             **(one | {"links": LinkBytes(**one["links"]), "exchange": Exchange(**one["exchange"])})
         ),

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from roundpipe_cli.planning.admission import (
     has_weights,
     holds_weights,
 )
-from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.answers import Answers, answered
 from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, best_number, chunk_counts, with_chunks
 from roundpipe_cli.planning.token_budget import budgets, fastest, for_processors
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
@@ -357,16 +356,7 @@ def _decided(
         recipe = with_chunks(recipe, recipe.pipeline.num_chunks)
     if recipe.micro_batch_tokens == "auto":
         figures = recipe, architecture, settings, machine
-        tokens = (
-            _token_budget(*figures)
-            if answers is None
-            else answers.once(
-                ("tokens", figures),
-                lambda: _token_budget(*figures),
-                lambda found: {"tokens": found},
-                itemgetter("tokens"),
-            )
-        )
+        tokens = answered(answers, ("tokens", figures), lambda: _token_budget(*figures))
         recipe = _with_budget(recipe, tokens)
         choices = *choices, describe_budget(recipe, machine)
     case, unpacking, reads_disk = _stated(recipe, architecture, settings, machine)
@@ -443,7 +433,7 @@ def _auto_chunks(
     if (obstacle := chunk_obstacle(found.config, recipe)) is not None:
         return 1, f"{CHUNKS_KEY}=1: {what}, and chunks are not possible: {obstacle}"
     key = "chunks", recipe, *figures
-    count = work() if answers is None else answers.once(key, work, lambda number: {"n": number}, itemgetter("n"))
+    count = answered(answers, key, work)
     if count == 1:
         return 1, f"{CHUNKS_KEY}=1: {what}, nor in chunks"
     how = "for processors, whatever the number of workers" if on_cpu else f"fastest on {_cards(machine)}"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cache import unsealed
+from roundpipe_cli.cache import MAX_BYTES, unsealed
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning import adaptive
-from roundpipe_cli.planning.adaptive import MAX_BYTES, PROFILE_STEPS, AdaptivePlanner, ProfileCache
+from roundpipe_cli.planning.adaptive import PROFILE_STEPS, AdaptivePlanner, ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.simulate import simulate
 from tests.support.e2e import finetune, make_model, make_workspace

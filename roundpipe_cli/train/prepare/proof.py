@@ -1,31 +1,24 @@
-"""The proof of a model before its run, kept in the cache; see `engine/parity.py`.
-
-A file per key, JSON. What cannot be read or written is proven again.
-"""
+"""The proof of a model before its run, kept in the cache; see `engine/parity.py`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from roundpipe_cli import __version__
-from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.cache import Remembered
 from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proof, prove
-from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
-from roundpipe_cli.files import write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.regular_files import read_json_of_ours
 from roundpipe_cli.watchdog import at_work
 
 FORMAT = 6
@@ -46,15 +39,14 @@ def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build
     Raises:
         ParityRefusedError: it does not.
     """
-    path = cache_folder("proofs") / f"{_key(model, recipe)}.json"
-    proof = _load(path)
-    if proof is None:
+    kept = Remembered("proofs", _key(model, recipe))
+    if (known := kept.load()) is not None:
+        proof = Proof(**known)
+    else:
         tell(Phase("comparing the engine with the model's own forward and backward"))
         with at_work("comparing the engine with the model's own forward and backward"):
             proof = _prove_by_kernels(model, split, recipe, build)
-        with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(proof)).encode())
+        kept.save(asdict(proof))
     if proof.unproven:
         tell(Notice(f"not proven that this model trains as its own code does: {proof.unproven}"))
     if proof.not_fused:
@@ -107,7 +99,7 @@ def _narrower(config: Any, build: BuildModel) -> Iterator[tuple[nn.Module, Model
 
 
 def _key(model: nn.Module, recipe: Recipe) -> str:
-    """Hash of all that a proof depends on: code, configuration, what is trained and how."""
+    """Everything that a proof depends on, as JSON: code, configuration, what is trained and how."""
     config: Any = model.config
     parts = {
         "format": FORMAT,
@@ -120,18 +112,4 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
         "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
         "scaling": [found for module in model.modules() if isinstance(found := getattr(module, "scaling", None), dict)],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _load(path: Path) -> Proof | None:
-    try:
-        found = read_json_of_ours(path)
-        return Proof(
-            float(found["loss_error"]),
-            float(found["gradient_error"]),
-            str(found["unproven"]),
-            found["last_position"],
-            str(found["not_fused"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return json.dumps(parts, sort_keys=True, default=str)
