@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from roundpipe_cli.choices import BOUND_SCHEDULES
-from roundpipe_cli.cli.bench_schedules import CaseFlags, asked_cuts, bench_document, case_of_costs
+from roundpipe_cli.cli.bench_schedules import CaseFlags, bench_document, case_of_costs, named_schedules
 from roundpipe_cli.cli.output import run_command, say
 from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.choose import choose
+from roundpipe_cli.planning.choose import choose, in_long_rounds
 from roundpipe_cli.planning.compare import (
     Result,
     SimulationCase,
@@ -79,7 +79,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backward-stages", help="JSON, the one with the head first (roundpipe only)")
     parser.add_argument("--steps", type=int, help="chained optimizer steps: 1, or an even number")
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="updates that the weights of a step lag")
-    parser.add_argument("--accounting", default="default", help="default, or published: no transfers, no optimizer")
+    parser.add_argument("--published", action="store_true", help="the published accounting: no transfers, no updates")
     parser.add_argument("--repetitions", type=int, default=1, help="rounds, in which each schedule is run once")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     only = parser.add_argument_group("roundpipe only")
@@ -98,15 +98,27 @@ def asked_cases(args: argparse.Namespace) -> list[Asked]:
     """
     if args.costs is None:
         raise RefusedError("nothing to run", expected="--costs or --recipe")
-    flags = CaseFlags(args.workers, args.microbatches, args.accounting, args.staleness, args.steps)
+    flags = CaseFlags(args.workers, args.microbatches, args.staleness, args.steps)
     flags.check()
     question = case_of_costs(args.costs, flags)
+    question = replace(question, accounting="published", limits=None) if args.published else question
     check_case(question)
     changed = changed_case(question, args)
-    cuts = asked_cuts(args.schedule, args.forward_stages, args.backward_stages, question)
+    cuts = asked_cuts(args, question)
     check_schedules(args, [name for name, _ in cuts])
     cases = [changed if name not in BOUND_SCHEDULES else question for name, _ in cuts]
     return [(name, cut or choose(name, case), case) for (name, cut), case in zip(cuts, cases, strict=True)]
+
+
+def asked_cuts(args: argparse.Namespace, case: SimulationCase) -> list[tuple[str, StageCut | None]]:
+    """The schedules with the stages that were given, in rounds as long as a run's; None: they are to be planned."""
+    names = named_schedules(args.schedule, case.sequence_chunks)
+    if args.forward_stages is None:
+        return [(name, None) for name in names]
+    given = (json.loads(text or "[]") for text in (args.forward_stages, args.backward_stages))
+    cut = StageCut(*(tuple((first, last) for first, last in stages) for stages in given))
+    long = in_long_rounds(replace(cut, microbatches_per_round=case.num_workers), case)
+    return [(name, cut if name in BOUND_SCHEDULES or args.published else long) for name in names]
 
 
 def words_of(args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import SimulationCase, run
+from roundpipe_cli.planning.compare import SimulationCase, run, schedule_figures
 from roundpipe_cli.planning.dealing import dealt_cut
 from roundpipe_cli.schedule.builders import Options
 from scripts import auto_microbatches, bench_emulated, bench_packing, bench_published, issue_rate
@@ -70,7 +70,7 @@ def test_json_has_what_bench_simulates_and_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = short(tmp_path)
-    flags = ["--steps", "2", "--staleness", "1", "--accounting", "published"]
+    flags = ["--steps", "2", "--staleness", "1"]
     bench_emulated.main(words(path, *flags, "--json", workers=3))
     document = json.loads(capsys.readouterr().out)
     assert list(document) == ["workers", "microbatches", "results"]
@@ -105,6 +105,19 @@ def test_skipping_saves_exactly_the_recompute_that_is_left_out_on_one_worker(tmp
         spans += [run(*one).makespan_s for one in bench_emulated.asked_cases(asked)]
     saved = [spans[0] - span for span in spans[1:]]
     assert saved == pytest.approx([4 * 6 * 0.004, 4 * 2 * 0.02, 4 * 6 * 0.02])
+
+
+def test_given_stages_are_used_and_rounds_are_a_runs(tmp_path: Path) -> None:
+    stages = ["--forward-stages", "[[0, 4]]", "--backward-stages", "[[5, 6], [3, 4], [0, 2]]"]
+    rounds = []
+    for flags in ([], ["--published"]):
+        parsed = bench_emulated.parse(
+            words(write(tmp_path, costs_of()), "--schedule", "roundpipe", *stages, *flags, workers=3, microbatches=8)
+        )
+        ((_, cut, case),) = bench_emulated.asked_cases(parsed)
+        assert cut.forward_stages == ((0, 4),) and (case.accounting == "published") == bool(flags)
+        rounds.append(schedule_figures(run("roundpipe", cut, case))["round"])
+    assert rounds == [8, 3], "one where nothing limits it"
 
 
 def test_stages_are_never_worse_than_the_planners_and_fit(tmp_path: Path) -> None:

@@ -24,19 +24,12 @@ def bench(
     schedule: Annotated[
         list[str] | None, typer.Option(help="Schedule to simulate; may be given several times. Default: all.")
     ] = None,
-    forward_stages: Annotated[
-        str | None, typer.Option(help="Forward stages as JSON, [[0, 3], [4, 7], ...]; otherwise they are planned.")
-    ] = None,
-    backward_stages: Annotated[
-        str | None, typer.Option(help="Backward stages as JSON, the one with the head first (roundpipe only).")
-    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1.")
     ] = None,
     staleness: Annotated[
         int | None, typer.Option(min=0, max=1, help="Updates that the weights of a step lag, simulated. Default: 0.")
     ] = None,
-    accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture with one row per schedule.")] = None,
@@ -57,8 +50,7 @@ def bench(
     if run_really:
         for_simulation = {
             **{"--workers": workers, "--microbatches": microbatches, "--steps": steps, "--staleness": staleness},
-            **{"--forward-stages": forward_stages, "--backward-stages": backward_stages, "--hardware": hardware},
-            **{"--accounting": None if accounting == "default" else accounting, "--svg": svg},
+            **{"--hardware": hardware, "--svg": svg},
         }
         named = _to_run(recipe, costs, [flag for flag, value in for_simulation.items() if value is not None])
         plain = json_output or no_dashboard
@@ -69,10 +61,8 @@ def bench(
         overrides or [],
         costs,
         hardware,
-        flags=CaseFlags(workers, microbatches, accounting, staleness, steps),
+        flags=CaseFlags(workers, microbatches, staleness, steps),
         schedules=schedule,
-        forward_stages=forward_stages,
-        backward_stages=backward_stages,
         svg=svg,
         as_json=json_output,
     )

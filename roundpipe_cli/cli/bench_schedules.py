@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +11,11 @@ from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KIN
 from roundpipe_cli.cli.output import quiet_libraries, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.costs.cost import load_costs
-from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.files import write_named
 from roundpipe_cli.planning.answers import Answers, cut_from
-from roundpipe_cli.planning.choose import Effort, choose, in_long_rounds
+from roundpipe_cli.planning.choose import Effort, choose
 from roundpipe_cli.planning.compare import (
     BUBBLE_PARTS,
     Result,
@@ -53,12 +52,11 @@ class CaseFlags:
 
     workers: int | None = None
     microbatches: int | None = None
-    accounting: str = "default"
     staleness: int | None = None
     steps: int | None = None
 
     def check(self) -> None:
-        """Refuse an accounting that does not exist, and a case that would be simulated for hours."""
+        """Refuse a case that would be simulated for hours."""
         for flag, value, most in (
             ("--workers", self.workers, MAX_WORKERS),
             ("--microbatches", self.microbatches, MAX_MICROBATCHES),
@@ -66,23 +64,15 @@ class CaseFlags:
         ):
             if value is not None and value > most:
                 raise RefusedError(f"{flag} is too large to simulate", found=str(value), expected=f"at most {most}")
-        if self.accounting not in ("default", "published"):
-            nearest = closest(self.accounting, ["default", "published"])
-            hint = f"did you mean {nearest}?" if nearest else None
-            found, expected = repr(self.accounting), "default or published"
-            raise RefusedError("unknown accounting", found=found, expected=expected, hint=hint)
 
     def applied_to(self, case: SimulationCase) -> SimulationCase:
         """The case with the flags' values in place of its own."""
-        is_published = self.accounting == "published"
         if self.staleness is not None and self.staleness != case.staleness:
             case = replace(case, staleness=1 if self.staleness else 0, num_steps=1)
         return replace(
             case,
             num_workers=case.num_workers if self.workers is None else self.workers,
             num_microbatches=case.num_microbatches if self.microbatches is None else self.microbatches,
-            accounting="published" if is_published else "default",
-            limits=None if is_published else case.limits,
             num_steps=case.num_steps if self.steps is None else self.steps,
         )
 
@@ -108,55 +98,6 @@ def named_schedules(given: Sequence[str] | None, sequence_chunks: int) -> list[S
     return list(dict.fromkeys(schedule_name(name) for name in given or known))
 
 
-def asked_cuts(
-    schedules: Sequence[str] | None, forward: str | None, backward: str | None, case: SimulationCase
-) -> list[tuple[ScheduleName, StageCut | None]]:
-    """The schedules to simulate with the stages that were given, as JSON; None: they are to be planned.
-
-    Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
-    `--schedule` the schedules that they suit are simulated. Rounds are as long as a run's with such stages.
-    """
-    names = named_schedules(schedules, case.sequence_chunks)
-    if forward is None:
-        if backward is not None:
-            hint = "give both, or none to have them planned"
-            raise RefusedError("--backward-stages without --forward-stages", hint=hint)
-        return [(name, None) for name in names]
-    forward_ranges = _stages("--forward-stages", forward)
-    backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
-    if not schedules and backward is not None:
-        names = [name for name in SCHEDULES if name not in BOUND_SCHEDULES]
-    elif not schedules:
-        one_each = len(forward_ranges) == case.num_workers
-        names = [name for name in BOUND_SCHEDULES if one_each or not SCHEDULE_KINDS[name].one_stage_each]
-    dealt = [name for name in names if name not in BOUND_SCHEDULES]
-    if backward is None and dealt:
-        what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
-        raise RefusedError(what, hint=hint)
-    cut, chunks = StageCut(forward_ranges, backward_ranges), case.sequence_chunks
-    in_rounds = replace(cut, microbatches_per_round=-(-case.num_workers // chunks) * chunks)
-    long = in_long_rounds(in_rounds, case) if case.accounting == "default" else cut
-    return [(name, long if name in dealt else cut) for name in names]
-
-
-_RANGES = "like '[[0, 3], [4, 7]]'"
-_RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in single quotes for the shell"
-
-
-def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{flag} is not JSON", found=str(error), expected=_RANGES, hint=_RANGES_HINT) from error
-    good = isinstance(data, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
-    )
-    if not good:
-        shown = text if len(text) <= 60 else text[:57] + "..."
-        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
-    return tuple((first, last) for first, last in data)
-
-
 # The simulation.
 
 
@@ -168,8 +109,6 @@ def simulate(
     *,
     flags: CaseFlags,
     schedules: list[str] | None,
-    forward_stages: str | None,
-    backward_stages: str | None,
     svg: Path | None,
     as_json: bool,
 ) -> None:
@@ -177,13 +116,13 @@ def simulate(
     question, request = _question(recipe, overrides, costs, hardware, flags=flags)
     check_case(question)
     answers, unfit = (request.answers if request else None) or Answers(), set[str]()
-    if request and not (forward_stages or backward_stages) and flags == CaseFlags():
+    if request and flags == CaseFlags():
         asked, unfit = as_planned(request, schedules)
     else:
         asked, bound = [], replace(question, options=Options())  # only roundpipe deals out its stages as a recipe says
-        for name, cut in asked_cuts(schedules, forward_stages, backward_stages, question):
+        for name in named_schedules(schedules, question.sequence_chunks):
             case = bound if name in BOUND_SCHEDULES else question
-            asked.append((name, cut or _known_cut(name, case, answers), case))
+            asked.append((name, _known_cut(name, case, answers), case))
         if request:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
     results = [run(*one) for one in asked] if svg is not None else []
@@ -200,7 +139,7 @@ def simulate(
         document = bench_document(question, (row["figures"] for row in rows))
         say_json({**document, "summary": sentence, "remedy": next(iter(remedy), None)}, indent=None)
         return
-    _print_table(question, rows, forward_stages)
+    _print_table(question, rows)
     for line in [
         *(f"remedy, as by `plan`: {what}" for what in remedy),
         *([f"{sentence} (simulated)."] if sentence else []),
@@ -309,9 +248,8 @@ PARTS = "  fill switch  drain steady"
 """Heading of the column that a narrow terminal has no room for; --json has it."""
 
 
-def _print_table(question: SimulationCase, found: list[dict[str, Any]], forward_stages: str | None) -> None:
-    search = "full search" if question.limits is None else "quick search, as by plan"
-    basis = search if forward_stages is None else "given stages"
+def _print_table(question: SimulationCase, found: list[dict[str, Any]]) -> None:
+    basis = "full search" if question.limits is None else "quick search, as by plan"
     rows = [["schedule", "stages", "makespan", "step", "bubble", PARTS]]
     for row in found:
         figures = row["figures"]

@@ -24,14 +24,6 @@ _OPTION_EXAMPLES = {
 }
 """Shown where the value of an option is missing."""
 
-_KEYS_OF_BENCH = {
-    "--head-workers": "pipeline.head_workers={}",
-    "--earliest-free": "pipeline.dispatch=earliest_free",
-    "--skip-projection": "pipeline.skip_last_projection=true",
-    "--keep-activations": "pipeline.keep_activations={}",
-}
-"""Recipe keys in place of options that `bench` had, which scripts/bench_emulated.py has for costs files."""
-
 
 def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     """The error to show in place of click's, for the words behind the program's name."""
@@ -98,14 +90,9 @@ def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedEr
     hint = f"did you mean {nearest}?" if nearest else f"{program} --help"
     if option in ("--recipe", "--config"):
         hint = f"the recipe is named without an option: {program} recipes/quickstart.yaml"
-    elif program.endswith("bench") and option in _KEYS_OF_BENCH:
-        key = _KEYS_OF_BENCH[option].format(_typed_value(typed, words))
-        hint = f"in a recipe that is a key: roundpipe bench RECIPE {key}"
-        if any(word.startswith("--costs") for word in words):
-            hint = f"for a costs file, in a clone of the repository: python scripts/bench_emulated.py ... {option}"
     elif any(param.name == "overrides" for param in error.ctx.command.params):
-        key = typed.partition("=")[0].lstrip("-").replace("-", "_")
-        if _is_recipe_key(key) or not nearest:
+        key, is_known = _recipe_key(typed.partition("=")[0].lstrip("-").replace("-", "_"))
+        if is_known or not nearest:
             word = shlex.quote(f"{key}={_typed_value(typed, words)}")
             hint = f"keys of the recipe are written without dashes: {word}"
     return RefusedError(f"{program} has no option {option}", hint=hint)
@@ -120,10 +107,13 @@ def _typed_value(typed: str, words: Sequence[str]) -> str:
     return next((word for word in after if "=" not in word and re.match(r"[^-]|-[\d.]", word)), "VALUE")
 
 
-def _is_recipe_key(key: str) -> bool:
-    """Whether a key path begins with a key of recipes, by its name here or elsewhere."""
+def _recipe_key(name: str) -> tuple[str, bool]:
+    """The key of recipes that a name means, in a section of theirs too, and whether there is one."""
     from roundpipe_cli.recipe.aliases import ALIASES
-    from roundpipe_cli.recipe.check import hints_of
+    from roundpipe_cli.recipe.check import known_keys
     from roundpipe_cli.recipe.schema import Recipe
 
-    return key in ALIASES or key.partition(".")[0].partition("[")[0] in hints_of(Recipe)
+    known = known_keys(Recipe)
+    inner = [key for key in known if key.endswith(f".{name}") and "[]" not in key]
+    is_known = name in ALIASES or name.partition(".")[0].partition("[")[0] in known
+    return (inner[0], True) if len(inner) == 1 and not is_known else (name, is_known)

@@ -75,11 +75,10 @@ def test_a_repeated_bench_simulates_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It took two to three times the processor time of one that remembers."""
-    stages: dict[str, Any] = {"schedules": None, "forward_stages": None, "backward_stages": None}
     for as_json in (True, False):
 
         def ask(as_json: bool = as_json) -> None:
-            simulate("quickstart", [], None, "2x4090", flags=CaseFlags(), **stages, svg=None, as_json=as_json)
+            simulate("quickstart", [], None, "2x4090", flags=CaseFlags(), schedules=None, svg=None, as_json=as_json)
 
         ask()
         first = capsys.readouterr()
