@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -255,39 +254,22 @@ def write_new(path: Path, content: bytes) -> None:
         RefusedError: it exists, or cannot be written.
         ResourceError: the disk is full or failing.
     """
-    from roundpipe_cli.files import TEMPORARY_PREFIX, shared_mode
+    from roundpipe_cli.files import TEMPORARY_PREFIX, shared_mode, write_new_file
 
     if path.is_dir():
         raise RefusedError(f"{path} is a folder", expected="a file to write", hint=f"name one: {path / 'mine.yaml'}")
+    if os.path.lexists(path):
+        hint = "name another file, or remove it first"
+        raise RefusedError(f"{path} is there already and is not overwritten", hint=hint)
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}"[:255])
     try:
-        with contextlib.suppress(FileExistsError):  # a file, where a folder should be: opening says so
-            path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(content)
-            temporary.chmod(shared_mode(0o666))  # others may read it, as the umask says
-            _put_in_place(temporary, path)
-        finally:
-            with contextlib.suppress(NotADirectoryError):
-                temporary.unlink(missing_ok=True)
-    except FileExistsError:
-        raise RefusedError(
-            f"{path} is there already and is not overwritten", hint="name another file, or remove it first"
-        ) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_new_file(temporary, [content], shared_mode(0o666))  # others may read it, as the umask says
+        temporary.rename(path)
     except OSError as error:
         hint = f"name a file in a folder that can be written, such as {path.name}"
         kind = ResourceError if error.errno in DISK_ERRORS else RefusedError
         raise kind("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
-
-
-def _put_in_place(temporary: Path, path: Path) -> None:
-    """Give a complete file its name, which must be free."""
-    try:
-        os.link(temporary, path)  # unlike a rename it replaces nothing
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        if path.exists():  # a file system without hard links: FAT, some network shares
-            raise FileExistsError(path) from None
-        temporary.rename(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
