@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes
@@ -100,6 +102,50 @@ def read_json_of_ours(path: Path, max_bytes: int = 4 * 1024**2) -> Any:
         return json.loads(read_regular(path, max_bytes))
     except (RefusedError, RecursionError) as error:
         raise ValueError(f"{path.name}: {type(error).__name__}") from error
+
+
+MAX_LOCK_BYTES = 1 << 16
+
+
+class Holder(NamedTuple):
+    """Who wrote its name into the file of a lock."""
+
+    pid: str = "unknown"
+    host: str = "unknown"
+    may_live: bool = True
+    """As far as this machine can tell."""
+
+
+def lock_holder(path: Path) -> Holder | None:
+    """Who holds a lock, or did until it was killed; None: no name can be read."""
+    try:
+        named = read_json_of_ours(path, MAX_LOCK_BYTES)
+        pid, host = int(named["pid"]), str(named["host"])
+    except PermissionError:
+        return Holder()
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    try:
+        if host == socket.gethostname():
+            os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return Holder(str(pid), host, may_live=False)
+    except PermissionError:  # somebody else's
+        pass
+    return Holder(str(pid), host)
+
+
+MAX_LINE_BYTES = 16 * 1024**2
+
+
+def json_objects(lines: bytes) -> list[dict[str, Any]]:
+    """The JSON objects that lines hold, one a line; what is none, or longer than `MAX_LINE_BYTES`, is left out."""
+    found = []
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line) if 0 < len(line) <= MAX_LINE_BYTES else None
+            found += [value] if isinstance(value, dict) else []
+    return found
 
 
 def kind_of_file(mode: int) -> str:

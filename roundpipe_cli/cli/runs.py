@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,6 +30,7 @@ def runs(
     Example: roundpipe runs outputs --html runs.html
     """
     from roundpipe_cli.dashboard.runs import RunSummary, differing_keys, find_folders, read_run, runs_page, table
+    from roundpipe_cli.recipe.schema import dotted_values
     from roundpipe_cli.train.checkpoint.output_dir import read_values
 
     found: list[RunSummary] = []
@@ -46,7 +46,7 @@ def runs(
             )
         for place in find_folders(folder, lambda error: say(f"note: {error.filename} left out: {error.strerror}")):
             try:
-                run = read_run(place, str(place), dict(_flat(read_values(place / "recipe.yaml"))))
+                run = read_run(place, str(place), dotted_values(read_values(place / "recipe.yaml")))
             except RefusedError as error:  # one folder hides no other
                 problem = error.problems[0]
                 say(f"note: {problem.where} left out: {problem.what}")
@@ -71,12 +71,3 @@ def runs(
         cells = table(found, differs)
         for line in aligned(cells, 2, [name for name in NARROW if name in cells[0]], terminal_width()):
             say_data(line)
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"lora": {"r": 16}}` as `lora.r` and 16."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value

@@ -3,11 +3,8 @@ else). Lines that are torn, by a kill or because they are just being written, ar
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
-import socket
 import statistics
 from collections import deque
 from dataclasses import replace
@@ -20,13 +17,11 @@ from roundpipe_cli.choices import EXAMPLES
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME
-from roundpipe_cli.regular_files import open_regular, read_regular
+from roundpipe_cli.regular_files import MAX_LINE_BYTES, json_objects, lock_holder, open_regular
 
 ETA_STEPS = 20
-MAX_LINE_BYTES = 16 * 1024**2
 MAX_READ_BYTES = 2 * MAX_LINE_BYTES
 """Read at once: a file without an end, or of a terabyte of nothing, is no reason to take all memory."""
-MAX_LOCK_BYTES = 1 << 16
 REWARD_KEYS = tuple(dict.fromkeys(key for kind in EXAMPLES.values() for key in kind.metrics))
 """Keys of a row of metrics.jsonl that only some objectives have."""
 
@@ -65,7 +60,7 @@ class GrowingFile:
             with open_regular(self._path) as stream:
                 self._inode = os.fstat(stream.fileno()).st_ino
                 while lines := self._next_lines(stream):
-                    rows += _objects(lines)
+                    rows += json_objects(lines)
         except OSError:
             return []
         return rows
@@ -76,16 +71,6 @@ class GrowingFile:
         whole, newline, _ = stream.read(MAX_READ_BYTES).rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         return whole + newline
-
-
-def _objects(lines: bytes) -> list[MetricsRow]:
-    rows = []
-    for line in lines.split(b"\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line) if 0 < len(line) <= MAX_LINE_BYTES else None
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
 
 
 def instead_of(missing: str, folder: Path) -> str:
@@ -201,16 +186,8 @@ class RunFiles:
         """Whether the run goes on, as far as this machine can tell."""
         if (self.folder / REPORT_NAME).is_file():
             return Life.FINISHED
-        try:
-            holder = json.loads(read_regular(self.folder / LOCK_NAME, MAX_LOCK_BYTES))
-            if holder["host"] != socket.gethostname():
-                return Life.RUNNING
-            os.kill(int(holder["pid"]), 0)
-        except PermissionError:
-            return Life.RUNNING
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return Life.STOPPED
-        return Life.RUNNING
+        holder = lock_holder(self.folder / LOCK_NAME)
+        return Life.RUNNING if holder is not None and holder.may_live else Life.STOPPED
 
 
 def _number(value: object) -> float:

@@ -705,3 +705,12 @@ def with_lists(value: Any) -> Any:
 def plain_data(recipe: Recipe) -> dict[str, Any]:
     """Every key and value of a recipe as dictionaries, lists and scalars."""
     return {key: with_lists(value) for key, value in asdict(recipe).items()}
+
+
+def dotted_values(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings by keys with dots: `{"lora": {"r": 16}}` as `lora.r` and 16."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{before}{key}"
+        found |= dotted_values(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return found

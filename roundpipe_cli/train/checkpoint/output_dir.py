@@ -39,7 +39,14 @@ from roundpipe_cli.files import (
 from roundpipe_cli.model.files.untrusted import check_file, read_json
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.regular_files import kind_of_file, named_path, open_regular, read_json_of_ours, read_regular
+from roundpipe_cli.regular_files import (
+    Holder,
+    kind_of_file,
+    lock_holder,
+    named_path,
+    open_regular,
+    read_json_of_ours,
+)
 
 # Names of a run's folders with a step number in them. Apart from `writing.py`, since finding them needs no torch.
 #
@@ -142,7 +149,6 @@ MARKER_NAME = ".roundpipe"
 LAST_NAMES = ("config.json", "adapter_config.json")
 """Files of a result that are renamed last: without them the folder does not count as a model."""
 
-MAX_LOCK_BYTES = 1 << 16
 RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")
 
 RESULT_FOLDER_MODE = 0o755
@@ -264,16 +270,15 @@ def refuse_if_held(folder: Path) -> None:
     Raises:
         OutputInUseError: it does.
     """
-    path = folder / LOCK_NAME
+    holder = lock_holder(folder / LOCK_NAME)
+    if holder is None or not holder.may_live:
+        return
     try:
-        holder = json.loads(read_regular(path, MAX_LOCK_BYTES))
-        if str(holder["host"]) == socket.gethostname() and not _is_alive(int(holder["pid"])):
-            return
-        with open_regular(path) as file:
+        with open_regular(folder / LOCK_NAME) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _in_use(folder) from None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, RefusedError):
+    except (OSError, RefusedError):
         return  # no lock, or an unreadable one: taking it will tell
 
 
@@ -426,28 +431,17 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def _in_use(folder: Path) -> OutputInUseError:
-    pid, host = "unknown", "unknown"
     for _ in range(25):  # until a holder that has just taken the lock has put its name over that of a killed run
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            holder = read_json_of_ours(folder / LOCK_NAME, MAX_LOCK_BYTES)
-            pid, host = str(int(holder["pid"])), str(holder["host"])
-            if host != socket.gethostname() or _is_alive(int(pid)):
-                break
+        holder = lock_holder(folder / LOCK_NAME) or Holder(may_live=False)
+        if holder.may_live:
+            break
         time.sleep(0.02)
     return OutputInUseError(
         "another run is using the output directory",
         where=str(folder),
-        found=f"process {pid} on host {host}",
+        found=f"process {holder.pid} on host {holder.host}",
         hint="wait for it or stop it, or start this run with another output_dir=",
     )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.EPERM  # somebody else's
-    return True
 
 
 def _unwritable(error: OSError, folder: Path) -> RoundpipeError:

@@ -14,7 +14,6 @@ so the next resume leaves no gap. What is set aside goes when a checkpoint of it
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, METRICS_NAME, REPORT_NAME, Say
 from roundpipe_cli.files import disk_error, sync, write_atomically
-from roundpipe_cli.regular_files import read_json_of_ours, read_regular
+from roundpipe_cli.regular_files import json_objects, read_json_of_ours, read_regular
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
 from roundpipe_cli.train.checkpoint.output_dir import (
     LAST_NAMES,
@@ -127,11 +126,8 @@ def truncate_metrics(path: Path, step: int) -> dict[int, float]:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """The row, if the line is one."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    row = next(iter(json_objects(line)), {})
+    return row if type(row.get("step")) is int else None
 
 
 # A run that continues from a checkpoint of another run, in an output directory that is still free.

@@ -43,6 +43,7 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
+from roundpipe_cli.regular_files import json_objects
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import Interval
 from roundpipe_cli.train.prepare.devices import gpu_index
@@ -371,13 +372,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines = []
-    for line in data.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                lines.append(value)
-    return lines
+    return json_objects(data.rpartition(b"\n")[0])
 
 
 def _line(values: dict[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from roundpipe_cli.errors import RefusedError, redact, redact_values
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
 from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
-from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.recipe.schema import Recipe, dotted_values, plain_data
 from roundpipe_cli.regular_files import read_json_of_ours
 
 MAX_WAITING = 10_000
@@ -142,7 +142,7 @@ class Trackers:
         self._ids_path = output_dir / RUN_IDS_NAME
         self._lock = threading.Lock()
         self._ids = _read_ids(self._ids_path) if first_step and recipe.report_to else {}
-        config = _dotted(redact_values(plain_data(recipe)))
+        config = dotted_values(redact_values(plain_data(recipe)))
         self._threads = [
             _TrackerThread(
                 name, RunInfo(output_dir.name, output_dir, first_step, config, self._ids.get(name)), tell, self._keep_id
@@ -185,14 +185,6 @@ def values_of(event: StepFinished | EvaluationFinished) -> dict[str, float]:
         values |= {"perplexity": event.perplexity} if event.preference is None else event.preference
     prefix = "train" if isinstance(event, StepFinished) else "eval"
     return {f"{prefix}/{name}": float(value) for name, value in values.items() if math.isfinite(value)}
-
-
-def _dotted(value: Any, path: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys."""
-    if not isinstance(value, dict):
-        return {path: value}
-    parts = (_dotted(item, f"{path}.{key}" if path else str(key)) for key, item in value.items())
-    return {name: item for part in parts for name, item in part.items()}
 
 
 def _read_ids(path: Path) -> dict[str, str]:
