@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 METRICS_NAME, EVAL_NAME, EVENTS_NAME, REPORT_NAME = "metrics.jsonl", "eval.jsonl", "events.jsonl", "report.json"
-LOCK_NAME, HEADER_NAME = ".roundpipe.lock", "header.json"
+LOCK_NAME, HEADER_NAME, SCORES_NAME = ".roundpipe.lock", "header.json", "scores.jsonl"
 """Files of an output directory that tell of its run, or (a header) of rows that were scored."""
 
 

@@ -47,7 +47,9 @@ def shared_mode(mode: int) -> int:
 
 _CHUNK_BYTES = 8 * 1024**2
 _TELL_S = 0.25
-_AGAIN = "run the command again (`finetune` with --resume, or with output_dir= on another disk)"
+AGAIN = "run the command again, or name a folder on another disk"
+RESUME_AGAIN = "run the command again with --resume, or with output_dir= on another disk"
+"""Next steps once a disk has room: of any command, and of a run that has begun."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -56,8 +58,8 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def require_free_bytes(folder: Path, needed_bytes: int, what: str) -> None:
-    """Refuse early what cannot end well.
+def require_free_bytes(folder: Path, needed_bytes: int, what: str, *, again: str = AGAIN) -> None:
+    """Refuse early what cannot end well; `again`: as of `disk_error`.
 
     Raises:
         ResourceError: the file system of `folder` has less than `needed_bytes` left.
@@ -69,34 +71,36 @@ def require_free_bytes(folder: Path, needed_bytes: int, what: str) -> None:
             where=str(folder),
             found=f"{format_bytes(free)} free ({free} bytes)",
             expected=f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)",
-            hint=f"free some space and {_AGAIN}",
+            hint=f"free some space and {again}",
         )
 
 
-def disk_error(error: OSError, path: Path, what: str, needed_bytes: int | None = None) -> ResourceError:
-    """The exit-5 error for a failed write, fsync or rename below `path`."""
+def disk_error(
+    error: OSError, path: Path, what: str, needed_bytes: int | None = None, *, again: str = AGAIN
+) -> ResourceError:
+    """The exit-5 error for a failed write, fsync or rename below `path`; `again`: how the command goes on then."""
     if error.errno == errno.ENOENT and not path.is_dir() and not path.parent.is_dir():
         return ResourceError(
             f"could not write {what}: the folder was removed or moved during the run",
             where=str(path.parent),
-            hint="--resume continues where it is now",
+            hint=f"where it is now, {again}",
         )
     found = f"{os.strerror(error.errno) if error.errno else error}"
-    hint = f"look at the disk (dmesg), then {_AGAIN}"
+    hint = f"look at the disk (dmesg), then {again}"
     try:
         status = os.statvfs(path if path.is_dir() else path.parent)
     except OSError:
         status = None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = f"free some space and {_AGAIN}"
+        hint = f"free some space and {again}"
     if error.errno == errno.EFBIG:
         found += ": a limit on the size of files is set"
-        hint = f"ulimit -f unlimited; then {_AGAIN}"
+        hint = f"ulimit -f unlimited; then {again}"
     elif error.errno == errno.ENOSPC and status is not None and status.f_files and not status.f_favail:
         found += f": all {status.f_files:,} inodes are taken"
-        hint = f"remove small files and {_AGAIN}"
+        hint = f"remove small files and {again}"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        hint = f"make the folder writable for this user and {_AGAIN}"
+        hint = f"make the folder writable for this user and {again}"
     elif status is not None:
         free = status.f_bavail * status.f_frsize
         found += f", {format_bytes(free)} free ({free} bytes)"

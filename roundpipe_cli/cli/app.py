@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once, say_data
 from roundpipe_cli.cli.usage_errors import UsageError, explain_usage
 from roundpipe_cli.cli.versions import version_lines
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
 from roundpipe_cli.library_settings import count_by_bus, hide_bars, spin_briefly
@@ -75,6 +76,9 @@ def plain_value(ctx: Any, value: Any, *, param: Any, make: Any, convert: Any) ->
         return () if param.multiple or param.nargs == -1 else None
     if type(value) in (int, float):
         return value
+    if make is Path and value == "":  # which would be the working directory
+        name = param.opts[0] if param.param_type_name == "option" else param.metavar or param.name
+        raise RefusedError(f"{name} is empty", hint="a path; . is the working directory")
     return make(value) if make and value else convert(ctx, value)
 
 

@@ -372,6 +372,9 @@ def opened_result(
     """
     import tempfile  # would be a tenth of the time of `export --help`
 
+    if base is not None and found.kind == "model" and found.checkpoint is None:
+        what = "--base is the base model of an adapter, and this result is a whole model"
+        raise RefusedError(what, where=str(found.folder), found=f"--base {base}", hint="leave --base out")
     with contextlib.ExitStack() as stack:
         result, source = found.folder, None
         if found.checkpoint is not None:

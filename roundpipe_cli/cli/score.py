@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data, say_json
-from roundpipe_cli.errors import OutputInUseError, RefusedError, ResourceError
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import tell_notices
 from roundpipe_cli.regular_files import named_path, tried_paths
 from roundpipe_cli.units import counted, format_loss
@@ -53,7 +54,8 @@ def score(
     from roundpipe_cli.train.signals import StopSignals
 
     with StopSignals(": the same command continues behind the rows that are written"), contextlib.ExitStack() as stack:
-        opened = opened_target(target, overrides or (), base, data=data, offline=offline)
+        rows = partial(_with_rows, path=data, overrides=overrides or ())
+        opened = opened_target(target, overrides or (), base, rows=rows, offline=offline)
         loaded, source, asked, folder_of = stack.enter_context(opened)
         from roundpipe_cli.train.checkpoint.output_dir import OutputDir
         from roundpipe_cli.train.score import ScoreFolder, prepare_to_score
@@ -62,15 +64,9 @@ def score(
         name = re.sub(r"\W+", "-", Path(data).stem).strip("-") or "rows"
         folder, tell = named_path(to or folder_of(f"scores-{name}")), LinePrinter(1)
         loaded = replace(loaded, recipe=replace(loaded.recipe, output_dir=str(folder)))  # of weights on disk
-        try:
-            with watching(loaded.recipe.watchdog_s), OutputDir(folder):
-                setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
-                found = ScoreFolder(folder, setup, top_k if top_k or per_token else None).fill(tell)
-        except (OutputInUseError, RefusedError, ResourceError) as error:  # whose advice is for a run
-            hints = [(one.hint or "").replace("`finetune` with --resume, ", "") for one in error.problems]
-            pairs = zip(error.problems, (hint.replace("output_dir=", "--to") or None for hint in hints), strict=True)
-            error.problems = tuple(replace(one, hint=hint) for one, hint in pairs)
-            raise
+        with watching(loaded.recipe.watchdog_s), OutputDir(folder, key="--to"):
+            setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
+            found = ScoreFolder(folder, setup, top_k if top_k or per_token else None).fill(tell)
     if json_:
         say_json({"folder": str(folder), **found}, indent=None)
         return
@@ -81,7 +77,13 @@ def score(
 
 @contextlib.contextmanager
 def opened_target(
-    target: str, overrides: Sequence[str], base: str | None, *, data: str, offline: bool
+    target: str,
+    overrides: Sequence[str],
+    base: str | None,
+    *,
+    rows: Callable[[LoadedRecipe], LoadedRecipe],
+    offline: bool,
+    before: bool = False,
 ) -> Iterator[tuple[LoadedRecipe, ModelSource, PlanRequest | None, Callable[[str], Path]]]:
     """The recipe that computes what `target` names, its model with all of its files, the planner's question, and the
     folder for something of a name.
@@ -89,7 +91,8 @@ def opened_target(
     Args:
         target: a recipe, a model, or the folder of a result or a checkpoint.
         base: as of `opened_result`.
-        data: the only rows.
+        rows: gives the recipe the rows that are computed, and no others.
+        before: of a result, its recipe without it: as it was before training.
 
     Raises:
         RefusedError: there is no such thing, or torchrun started several processes.
@@ -105,9 +108,8 @@ def opened_target(
     if offline:
         go_offline()
     run, source = Path(target), None
-    is_model = (run / "config.json").is_file() and not (run / "recipe.yaml").is_file()
     with contextlib.ExitStack() as stack:
-        if is_model or not (run.is_dir() or re.fullmatch(r"step-\d+", run.name)):
+        if not is_result(target):
             if base is not None:
                 hint = f"leave --base out, or model={shlex.quote(base)}"
                 raise RefusedError("--base is the base model of a result", where=target, found="a recipe", hint=hint)
@@ -125,20 +127,27 @@ def opened_target(
                 raise RefusedError("no recipe.yaml says how to read rows for this result", where=target, hint=hint)
             loaded, folder_of = load_recipe(file, overrides), found.default_target
             recipe, name = loaded.recipe, str(result.absolute())
-            if found.kind == "model":
-                recipe, source = replace(recipe, model=name, revision=None), None
-            else:
-                recipe = replace(recipe, lora=replace(recipe.lora, start_from=name))
+            if found.kind == "adapter":
                 source = source or find_adapter_base(result, base, offline=offline)
+                recipe = recipe if before else replace(recipe, lora=replace(recipe.lora, start_from=name))
+            elif not before:
+                recipe, source = replace(recipe, model=name, revision=None), None
             loaded = replace(loaded, recipe=recipe)
         check_environment(loaded.recipe)
-        loaded, start, tell = _with_rows(loaded, data, overrides), Start(offline=offline), LinePrinter(1)
+        loaded, start, tell = rows(loaded), Start(offline=offline), LinePrinter(1)
         tell_notices(tell, *loaded.notices)
         place = check_sources(loaded, start, tell, source)
         asked = ask_on_cards_worth_using(loaded, tell, found_config(place))
         loaded = loaded if asked is None else asked.given
         load_libraries()
         yield loaded, source or fetch_model(loaded, start, tell, place), asked, folder_of
+
+
+def is_result(target: str) -> bool:
+    """Whether a target is the folder of a run or checkpoint; not a recipe, nor a model."""
+    run = Path(target)
+    is_model = (run / "config.json").is_file() and not (run / "recipe.yaml").is_file()
+    return not is_model and (run.is_dir() or re.fullmatch(r"step-\d+", run.name) is not None)
 
 
 def _with_rows(loaded: LoadedRecipe, path: str, overrides: Sequence[str]) -> LoadedRecipe:

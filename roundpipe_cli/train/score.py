@@ -4,9 +4,11 @@
       header.json               what was scored and how, by digest
       scores.jsonl              a line for each row, in their order
       tokens-000000000.parquet  of the row of that number and those after it, up to the next file's
+      part-000000000.arrow      of a microbatch whose window of rows is unfinished; by its first row
 
-A window of rows is finished at a time: its table is renamed into place, then its lines are appended. What a kill or a
-full disk leaves of an unfinished one is computed again by the next call, to the same bits.
+Rows of similar length are computed together, in windows of consecutive rows. A microbatch is kept as a part once it is
+computed. When all parts of a window are there they become its table, renamed into place, and its lines, appended in the
+order of the rows: whatever a kill or a full disk interrupts, the next call computes only microbatches without a part.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 import torch
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.batching import RowBatch
 from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import NotFiniteError, Problem, RecipeError, RefusedError
-from roundpipe_cli.events import HEADER_NAME, Notice, Phase, Tell, tell_notices
+from roundpipe_cli.events import HEADER_NAME, SCORES_NAME, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import append_line, require_free_bytes, sha256_of, write_atomically
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.trained_on import check_trained_on
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.build import make_engine, make_planner
 from roundpipe_cli.train.checkpoint.output_dir import read_values
@@ -49,12 +50,11 @@ from roundpipe_cli.train.evaluate import perplexity
 from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
-from roundpipe_cli.train.prepare.steps import grouped_in_windows
+from roundpipe_cli.train.prepare.steps import Lengths, grouped_in_windows
 from roundpipe_cli.train.prepare.trainable import start_folder
 from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.units import counted, format_bytes, format_seconds
 
-LINES_NAME = "scores.jsonl"
 STATES = ("data_hash", "tokenizer_hash", "model_hash", "config_hash", "start_hash", "fused", "computed_by")
 """Keys of a checkpoint's `run_state`."""
 SETTINGS = (
@@ -77,18 +77,17 @@ RowScores = dict[str, npt.NDArray[Any]]
 """Arrays of a row's N target tokens: `positions` and `tokens` [N], and the tensors of `HeadScores` that have N rows."""
 
 
-def scored_windows(
-    setup: Setup, rows: Sequence[Row], windows: Sequence[Sequence[RowBatch]], *, top_k: int, tell: Tell
+def scored_batches(
+    setup: Setup, rows: Sequence[Row], batches: Sequence[Sequence[int]], *, top_k: int, tell: Tell
 ) -> Generator[list[tuple[int, RowScores]], None, None]:
-    """The scores of the rows, by number and in their order, one window after the other.
+    """The scores of each microbatch's rows, by number.
 
     Args:
-        windows: of `grouped_in_windows`.
+        batches: numbers of the rows of each, as of `batches_of`.
         top_k: as of `score_head`.
     """
     planner, steps, pad = make_planner(setup), setup.recipe.microbatches_per_step, pad_token_id(setup.tokenizer)
     planner.keep_stages(planner.expected(steps))
-    batches = [[index for (index,) in batch] for batch in chain.from_iterable(windows)]
     total, done = sum(len(rows[index].input_ids) for batch in batches for index in batch), 0
     with PageLocks(setup.store, setup.devices, setup.recipe.weights, tell), make_engine(setup) as engine:
         scorer = Scorer(engine, planner, steps, stopping=lambda: False)
@@ -98,26 +97,30 @@ def scored_windows(
         microbatches = (collate_rows([rows[index] for index in batch], pad) for batch in batches)
         scores = zip(batches, scorer.scores(microbatches, step=0, top_k=top_k), strict=True)
         began_s = told_s = time.monotonic()
-        for window in windows:
+        for batch, one in scores:
+            labels = [rows[index].labels for index in batch]
+            places = [np.flatnonzero(row[1:] != IGNORED_LABEL) + 1 for row in labels]
+            borders = np.cumsum(list(map(len, places)))
+            of_targets = {
+                name: np.split(values.cpu().numpy(), borders)
+                for name, values in vars(one).items()
+                if isinstance(values, torch.Tensor) and name != "sequence_sums"
+            }
             found = list[tuple[int, RowScores]]()
-            for batch, one in (next(scores) for _ in window):
-                labels = [rows[index].labels for index in batch]
-                places = [np.flatnonzero(row[1:] != IGNORED_LABEL) + 1 for row in labels]
-                borders = np.cumsum(list(map(len, places)))
-                of_targets = {
-                    name: np.split(values.cpu().numpy(), borders)
-                    for name, values in vars(one).items()
-                    if isinstance(values, torch.Tensor) and name != "sequence_sums"
-                }
-                for number, (index, at) in enumerate(zip(batch, places, strict=True)):
-                    own = {name: parts[number] for name, parts in of_targets.items()}
-                    found.append((index, {"positions": at, "tokens": labels[number][at], **own}))
-                done += sum(map(len, labels))
-                if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
-                    told_s, per_s = now_s, done / (now_s - began_s)
-                    left = format_seconds(max(1, round((total - done) / per_s)))
-                    tell(Phase(f"scored {done:,} of {counted(total, 'token')}, {per_s:.0f} tokens/s, {left} left"))
-            yield sorted(found, key=lambda one: one[0])
+            for number, (index, at) in enumerate(zip(batch, places, strict=True)):
+                own = {name: parts[number] for name, parts in of_targets.items()}
+                found.append((index, {"positions": at, "tokens": labels[number][at], **own}))
+            yield found
+            done += sum(map(len, labels))
+            if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
+                told_s, per_s = now_s, done / (now_s - began_s)
+                left = format_seconds(max(1, round((total - done) / per_s)))
+                tell(Phase(f"scored {done:,} of {counted(total, 'token')}, {per_s:.0f} tokens/s, {left} left"))
+
+
+def batches_of(recipe: Recipe, lengths: Lengths) -> list[list[list[int]]]:
+    """For each window of consecutive rows the numbers of the rows of its microbatches; `lengths`: of all rows."""
+    return [[[i for (i,) in batch] for batch in window] for window in grouped_in_windows(recipe, lengths)]
 
 
 def prepare_to_score(
@@ -145,8 +148,8 @@ class ScoreFolder:
         config: Any = setup.model.config
         self._vocabulary = config.get_text_config().vocab_size
         self._folder, self._setup, self._top_k = folder, setup, top_k
-        self._lines, self._done = folder / LINES_NAME, 0
-        self._left = grouped_in_windows(setup.recipe, setup.dataset.rows.lengths)
+        self._lines, self._done = folder / SCORES_NAME, 0
+        self._left = batches_of(setup.recipe, setup.dataset.rows.lengths)
 
     def fill(self, tell: Tell) -> dict[str, Any]:
         """Score the rows that an earlier call has not; the scores of all of them together, in the types of JSON.
@@ -165,9 +168,13 @@ class ScoreFolder:
             num_bytes = round(all_bytes * (1 - self._done / len(rows)))
             require_free_bytes(self._folder, num_bytes, "the scores")
             tell(Notice(f"the scores take about {format_bytes(num_bytes)} in {self._folder}"))
-            with closing(scored_windows(self._setup, rows, self._left, top_k=self._top_k or 0, tell=tell)) as windows:
-                for found in windows:
-                    self._write(found)
+            new = [batch for window in self._left for batch in window if not self._part(batch).is_file()]
+            with closing(scored_batches(self._setup, rows, new, top_k=self._top_k or 0, tell=tell)) as found:
+                for window in self._left:
+                    for batch in window:
+                        if not self._part(batch).is_file():
+                            self._write_part(next(found), self._part(batch))
+                    self._finish([self._part(batch) for batch in window])
         lines = [json.loads(line) for line in self._lines.read_bytes().splitlines()]
         tokens = sum(line["tokens"] for line in lines)
         units = [line.get("weight", line["tokens"]) for line in lines]
@@ -217,10 +224,17 @@ class ScoreFolder:
             del self._left[0]
         if lines:
             os.truncate(self._lines, sum(map(len, lines[: self._done])))
-            tell(Notice(f"{self._done} of {counted(len(self._setup.dataset.rows), 'row')} were scored before"))
+        parts, num_kept = {self._part(batch): batch for window in self._left for batch in window}, self._done
+        for path in self._folder.glob("part-*.arrow"):
+            if _rows_of(path) == parts.get(path):
+                num_kept += len(parts[path])
+            else:
+                path.unlink()
+        if lines or num_kept:
+            tell(Notice(f"{num_kept} of {counted(len(self._setup.dataset.rows), 'row')} were scored before"))
 
-    def _write(self, found: Sequence[tuple[int, RowScores]]) -> None:
-        """Add the scores of the next window."""
+    def _write_part(self, found: Sequence[tuple[int, RowScores]], path: Path) -> None:
+        """Keep the scores of a microbatch until those of its window are there."""
         dataset, lines = self._setup.dataset, list[dict[str, Any]]()
         for index, scores in found:
             row = dataset.rows[index]
@@ -233,15 +247,31 @@ class ScoreFolder:
             lines.append({**line, "tokens": len(scores["tokens"])})
             if weights is not None:
                 lines[-1]["weight"] = weights.sum()
-        if self._top_k is not None:
-            table: dict[str, Any] = {name: [line[name] for line in lines] for name in ("row", "digest")}
-            for name in filter(found[0][1].__contains__, TYPES):
+        table: dict[str, Any] = {name: [line[name] for line in lines] for name in ("row", "digest")}
+        table["line"] = list(map(json.dumps, lines))
+        for name in TYPES if self._top_k is not None else ():
+            if name in found[0][1]:
                 table[name] = _lists(name, [scores[name] for _, scores in found])
+        part, sink = pyarrow.table(table), pyarrow.BufferOutputStream()
+        with ipc.new_file(sink, part.schema) as file:
+            file.write_table(part)
+        write_atomically(path, bytes(sink.getvalue()))
+
+    def _finish(self, parts: Sequence[Path]) -> None:
+        """Add the scores of the next window, of which all parts are there."""
+        table = pyarrow.concat_tables(map(_read_part, parts)).sort_by("row").combine_chunks()
+        if self._top_k is not None:
             sink = pyarrow.BufferOutputStream()
-            parquet.write_table(pyarrow.table(table), sink, use_dictionary=False, write_statistics=False)
+            own = table.drop_columns("line")
+            parquet.write_table(own, sink, use_dictionary=False, write_statistics=False)
             write_atomically(self._table(), bytes(sink.getvalue()))
-        append_line(self._lines, "\n".join(map(json.dumps, lines)))
-        self._done += len(found)
+        append_line(self._lines, "\n".join(table["line"].to_pylist()))
+        self._done += len(table)
+        for path in parts:
+            path.unlink()
+
+    def _part(self, batch: Sequence[int]) -> Path:
+        return self._folder / f"part-{batch[0]:09d}.arrow"
 
     def _table(self) -> Path:
         return self._folder / f"tokens-{self._done:09d}.parquet"
@@ -252,6 +282,17 @@ def _is_of(line: bytes, row: int) -> bool:
     with suppress(ValueError, TypeError, KeyError):
         return line.endswith(b"\n") and json.loads(line)["row"] == row
     return False
+
+
+def _read_part(path: Path) -> Any:
+    return ipc.open_file(pyarrow.BufferReader(path.read_bytes())).read_all()
+
+
+def _rows_of(path: Path) -> list[int]:
+    """The rows of a part, by number; none of one that cannot be read."""
+    with suppress(pyarrow.ArrowException, OSError):
+        return list(_read_part(path)["row"].to_pylist())
+    return []
 
 
 def row_digest(row: Row) -> str:

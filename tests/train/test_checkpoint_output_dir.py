@@ -207,7 +207,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for look_before in (True, False):
         if not look_before:  # another program fills the disk after we looked
-            monkeypatch.setattr(store, "require_free_bytes", lambda *args: None)
+            monkeypatch.setattr(store, "require_free_bytes", lambda *args, **how: None)
         for size_kib in range(1000, 2000, 100):  # a checkpoint has 470 KiB
             with mounted(tmp_path, f"size={size_kib}k"):
                 saved = 0

@@ -4,9 +4,11 @@ good."""
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.train import score as scoring
 from roundpipe_cli.train.prepare import steps
 from roundpipe_cli.train.score import row_digest
 from tests.support.e2e import (
@@ -51,6 +54,20 @@ def limited(most_bytes: int) -> None:
     small_windows()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+
+def killed_after(num_writes: int) -> None:
+    """SIGKILL behind so many writes of a process; its windows are as they are, so that all rows are in one."""
+    left = iter(range(num_writes, -1, -1))
+
+    def then_killed(write: Callable[..., Any], *words: Any) -> Any:
+        done = write(*words)
+        if next(left) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    for name in ("write_atomically", "append_line"):
+        setattr(scoring, name, partial(then_killed, getattr(scoring, name)))
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +166,28 @@ def test_killed_anywhere_it_continues_to_the_same_files(trained: Path) -> None:
     assert json.loads(done.out)["loss"] == pytest.approx(loss_of(trained / "scores"), rel=1e-12)
 
 
+def test_no_computed_row_of_a_window_is_lost_and_the_files_do_not_tell_of_kills(trained: Path) -> None:
+    """Story: a kill lost up to a window of rows, 16,384 tokens or more."""
+    score(trained, "out", *TABLES, to="unkilled", before=None).expect(0)
+    want, found, seen = own_files(trained / "unkilled"), trained / "often", [0]
+    assert [name for name in want if name.startswith("tokens-")] == ["tokens-000000000.parquet"]
+    while (done := score(trained, "out", *TABLES, to="often", before=partial(killed_after, 5))).code:
+        done.expect(-signal.SIGKILL)
+        parts = [ipc.open_file(path).read_all()["row"].to_pylist() for path in found.glob("part-*")]
+        seen.append(len({row for part in parts for row in part} | set(range(num_lines(found / "scores.jsonl")))))
+        assert seen[-1] > seen[-2], "each call adds rows, and none is lost"
+        if len(parts) == 2:
+            next(found.glob("part-*")).write_bytes(b"torn")
+            seen.append(0)
+    assert len(seen) >= 3 and own_files(found) == want and not list(found.glob("part-*"))
+    assert "rows were scored before" in done.err
+
+
 def test_a_full_disk_keeps_what_is_finished(trained: Path) -> None:
     score(trained, "out", to="whole").expect(0)  # which fills the cache of tokens
     most = len((trained / "whole" / "scores.jsonl").read_bytes()) // 2
     done = score(trained, "out", to="full", before=partial(limited, most)).expect(5)
-    assert "run the command again" in done.err and "with --to on another disk" in done.err
+    assert "free some space and run the command again" in done.err
     assert "--resume" not in done.err and 0 < num_lines(trained / "full" / "scores.jsonl") < NUM_ROWS
     score(trained, "out", to="full").expect(0)
     done = score(trained, "out/step-4", to="of-step", before=partial(limited, 2000)).expect(5)
@@ -174,7 +208,12 @@ def test_other_rows_weights_or_settings_are_refused_by_name(trained: Path) -> No
         assert "scores of something else" in done.err and tree(trained / "scores") == before
     done = score(trained, "out", environment={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}).expect(2)
     assert "scores: not with several machines" in done.err
-    assert "holds a run" in score(trained, "out", to="out").expect(2).err
+    refused = score(trained, "out", to="out").expect(2).err
+    assert "holds a run" in refused and "another one with --to" in refused and "output_dir" not in refused
+    assert "--to is empty" in score(trained, "out", to="").expect(2).err
+    words = "finetune", "recipe.yaml", "output_dir=scores"
+    done = run(trained, *words).expect(2)
+    assert "holds scores of rows" in done.err and "scores.jsonl" in done.err and tree(trained / "scores") == before
 
 
 def test_checkpoints_recipes_and_whole_models(trained: Path) -> None:
@@ -190,6 +229,8 @@ def test_checkpoints_recipes_and_whole_models(trained: Path) -> None:
     words = ("method=full", "~lora", "eval_datasets=[{path: held.jsonl}]", "output_dir=full-run", "max_steps=2")
     finetune(trained, *words).expect(0)
     whole = json.loads(run(trained, "score", "full-run", "held.jsonl", "--json").expect(0).out)
+    for words in (["score", "full-run", "held.jsonl"], ["export", "full-run"], ["generate", "full-run", "one"]):
+        assert "--base is the base model of an adapter" in run(trained, *words, "--base", "model").expect(2).err
     last = json.loads((trained / "full-run" / "eval.jsonl").read_text().splitlines()[-1])
     assert whole["loss"] == pytest.approx(last["loss"], rel=1e-6) and whole["tokens"] == last["tokens"]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.events import LOCK_NAME, REPORT_NAME
+from roundpipe_cli.events import HEADER_NAME, LOCK_NAME, REPORT_NAME, SCORES_NAME
 from roundpipe_cli.files import (
     DELETED_PREFIX,
     STATE_FILE_MODE,
@@ -61,6 +61,10 @@ SET_ASIDE_PREFIX = "set-aside-"
 SET_ASIDE_FOLDER = re.compile(rf"^{SET_ASIDE_PREFIX}(?:step|best)-(\d{{8,}})(?:-\d+)?$")
 BEST_NOTE = "best.json"
 """In a folder of the best weights; a folder without it is not ours."""
+
+
+RUN_KEY = "output_dir="
+"""How users name the folder of a run."""
 
 
 def step_folder(output_dir: Path, step: int) -> Path:
@@ -211,25 +215,28 @@ def refuse_wrong_start(recipe: Recipe, *, resume: bool) -> None:
     check_start(folder, resume and not is_of_other_run(recipe, folder))
 
 
-def check_start(folder: Path, resume: bool) -> RunState:
+def check_start(folder: Path, resume: bool, *, key: str = RUN_KEY) -> RunState:
     """Whether a run may start here; called before the model loads and again under the lock. Changes nothing.
 
     With `resume`, FINISHED means that there is nothing to do, unless the recipe asks for more steps. Without it the
     answer is always FRESH; what a run left that was killed before its first checkpoint is then overwritten.
 
+    Args:
+        key: as of `OutputDir`.
+
     Raises:
-        RefusedError: without `resume`, where there is a checkpoint or a result, or somebody else's model.
+        RefusedError: without `resume`, where there is a checkpoint or a result, or somebody else's model, or scores.
         NoCheckpointError: with `resume`, where there is no checkpoint.
     """
     try:
         is_there = folder.exists()
     except OSError as error:  # a name that is too long
-        raise _unwritable(error, folder) from error
+        raise _unwritable(error, folder, key) from error
     if is_there and not folder.is_dir():
         raise RefusedError(
-            "the output directory is a file", where=str(folder), expected="a folder", hint="set output_dir= elsewhere"
+            "the output directory is a file", where=str(folder), expected="a folder", hint=f"set {key} elsewhere"
         )
-    _check_run_files(folder)
+    _check_run_files(folder, key)
     state = read_state(folder)
     if resume and state is RunState.FRESH:
         raise no_checkpoint(folder, "nothing named step-*" if folder.is_dir() else "no such folder")
@@ -238,17 +245,18 @@ def check_start(folder: Path, resume: bool) -> RunState:
     found = {
         RunState.FINISHED: f"the result of a finished run ({REPORT_NAME})",
         RunState.HAS_CHECKPOINT: ", ".join(path.name for _, path in list_checkpoints(folder)[:3]),
-        RunState.FRESH: _foreign_model(folder),
+        RunState.FRESH: (model := _foreign_model(folder)) or (_scores(folder) if key == RUN_KEY else None),
     }[state]
     if found is None:
         return state
     resume_hint = "add --resume to continue that run, or " if list_checkpoints(folder) else ""
+    other = "the folder holds a model" if model else "the folder holds scores of rows"
     raise RefusedError(
-        "the output directory already holds a run" if state is not RunState.FRESH else "the folder holds a model",
+        "the output directory already holds a run" if state is not RunState.FRESH else other,
         where=str(folder),
         found=found,
         expected="an empty or new folder",
-        hint=f"{resume_hint}start another one with output_dir=",
+        hint=f"{resume_hint}start another one with {key}",
     )
 
 
@@ -277,12 +285,12 @@ def refuse_if_held(folder: Path) -> None:
         with open_regular(folder / LOCK_NAME) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use(folder) from None
+        raise _in_use(folder, RUN_KEY) from None
     except (OSError, RefusedError):
         return  # no lock, or an unreadable one: taking it will tell
 
 
-def _check_run_files(folder: Path) -> None:
+def _check_run_files(folder: Path, key: str) -> None:
     """Raise a RefusedError for what only looks like a run's file: a pipe is waited for, a device keeps no rows."""
     if not folder.is_dir():
         return
@@ -299,7 +307,7 @@ def _check_run_files(folder: Path) -> None:
                 where=str(path),
                 found=kind_of_file(mode),
                 expected="a regular file, or none",
-                hint="remove it, or set output_dir= elsewhere",
+                hint=f"remove it, or set {key} elsewhere",
             )
 
 
@@ -308,6 +316,12 @@ def _foreign_model(folder: Path) -> str | None:
     if (folder / MARKER_NAME).exists() or not folder.is_dir():
         return None
     return next((path.name for path in sorted(folder.glob("*.safetensors"))), None)
+
+
+def _scores(folder: Path) -> str | None:
+    """A file of scores in a folder of ours, which `score` continues."""
+    names = (SCORES_NAME, HEADER_NAME) if (folder / MARKER_NAME).exists() else (SCORES_NAME,)
+    return next((f"rows that were scored ({name})" for name in names if (folder / name).exists()), None)
 
 
 class OutputDir:
@@ -324,28 +338,31 @@ class OutputDir:
         ResourceError: the disk is full or failing.
     """
 
-    def __init__(self, path: Path, resume: bool = False) -> None:
-        self.path = path
-        self.resume = resume
+    def __init__(self, path: Path, resume: bool = False, *, key: str = RUN_KEY) -> None:
+        """
+        Args:
+            key: the words by which the user names the folder; other than a run's, they are those of its scores.
+        """
+        self.path, self.resume, self._key = path, resume, key
         self.state = RunState.FRESH
         self._lock: int | None = None
         self._made: list[Path] = []
 
     def __enter__(self) -> OutputDir:
-        check_start(self.path, self.resume)
+        check_start(self.path, self.resume, key=self._key)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]  # innermost first
         try:
             self._take_lock()
             for folder in self._made:
                 folder.chmod(RESULT_FOLDER_MODE)
-            self.state = check_start(self.path, self.resume)  # another run may have finished meanwhile
+            self.state = check_start(self.path, self.resume, key=self._key)  # another run may have finished meanwhile
             if self.state is not RunState.FINISHED:
                 self._clean()
         except BaseException as error:
             self._remove_if_unused()
             self._release()
             if isinstance(error, OSError):
-                raise _unwritable(error, self.path) from error
+                raise _unwritable(error, self.path, self._key) from error
             raise
         return self
 
@@ -381,7 +398,7 @@ class OutputDir:
                     break
             except BlockingIOError:
                 os.close(lock)
-                raise _in_use(self.path) from None
+                raise _in_use(self.path, self._key) from None
             except BaseException:
                 os.close(lock)
                 raise
@@ -430,7 +447,7 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _in_use(folder: Path) -> OutputInUseError:
+def _in_use(folder: Path, key: str) -> OutputInUseError:
     for _ in range(25):  # until a holder that has just taken the lock has put its name over that of a killed run
         holder = lock_holder(folder / LOCK_NAME) or Holder(may_live=False)
         if holder.may_live:
@@ -440,11 +457,11 @@ def _in_use(folder: Path) -> OutputInUseError:
         "another run is using the output directory",
         where=str(folder),
         found=f"process {holder.pid} on host {holder.host}",
-        hint="wait for it or stop it, or start this run with another output_dir=",
+        hint=f"wait for it or stop it, or start this run with another {key}",
     )
 
 
-def _unwritable(error: OSError, folder: Path) -> RoundpipeError:
+def _unwritable(error: OSError, folder: Path, key: str) -> RoundpipeError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return disk_error(error, folder, "in the output directory")
     return RefusedError(
@@ -452,5 +469,5 @@ def _unwritable(error: OSError, folder: Path) -> RoundpipeError:
         where=str(error.filename or folder),
         found=error.strerror or str(error),
         expected=f"a folder at {folder} that this user may write",
-        hint="set output_dir= to a folder of yours, or change the owner of this one",
+        hint=f"set {key} to a folder of yours, or change the owner of this one",
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, METRICS_NAME, REPORT_NAME, Say
-from roundpipe_cli.files import disk_error, sync, write_atomically
+from roundpipe_cli.files import RESUME_AGAIN, disk_error, sync, write_atomically
 from roundpipe_cli.regular_files import json_objects, read_json_of_ours, read_regular
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
 from roundpipe_cli.train.checkpoint.output_dir import (
@@ -180,7 +180,7 @@ def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> dict[int
                 _set_result_aside(output_dir, say)
             _set_later_aside(output_dir, step, say)
         except OSError as error:
-            raise disk_error(error, output_dir, "what came after the checkpoint") from error
+            raise disk_error(error, output_dir, "what came after the checkpoint", again=RESUME_AGAIN) from error
     losses = truncate_metrics(output_dir / METRICS_NAME, step + 1)
     truncate_metrics(output_dir / EVAL_NAME, step + 1)
     if len(losses) < step:

@@ -31,6 +31,7 @@ from roundpipe_cli.events import CheckpointSaved, Notice, Say, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import (
     DELETED_PREFIX,
+    RESUME_AGAIN,
     STATE_FOLDER_MODE,
     TEMPORARY_PREFIX,
     NewFile,
@@ -164,7 +165,7 @@ def save_checkpoint(
     needed_bytes = sum(map(_file_bytes, specs.values())) + len(state) + _FILE_SYSTEM_SLACK_BYTES
     target = step_folder(output_dir, step)
     _make_room(output_dir, needed_bytes, warn)
-    require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}")
+    require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}", again=RESUME_AGAIN)
     temporary = output_dir / f"{TEMPORARY_PREFIX}{target.name}"
     try:
         records = _write_folder(temporary, step, specs, pieces, state=state)
@@ -176,7 +177,9 @@ def save_checkpoint(
         with contextlib.suppress(OSError):  # what stays behind is removed at the next start
             remove_tree(temporary)
         if isinstance(error, OSError):
-            raise disk_error(error, target, f"the checkpoint of step {step}", needed_bytes) from error
+            raise disk_error(
+                error, target, f"the checkpoint of step {step}", needed_bytes, again=RESUME_AGAIN
+            ) from error
         raise
     prune_checkpoints(output_dir, step, keep, warn)
     return target

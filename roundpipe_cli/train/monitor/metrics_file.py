@@ -16,7 +16,7 @@ from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import (
     StepFinished,
 )
-from roundpipe_cli.files import disk_error
+from roundpipe_cli.files import RESUME_AGAIN, disk_error
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
 
 
@@ -60,7 +60,7 @@ class MetricsFile:
             if self._file.write(line) < len(line):  # the rest does not fit; --resume cuts off a torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise disk_error(error, self._path, f"the metrics of step {row['step']}") from error
+            raise disk_error(error, self._path, f"the metrics of step {row['step']}", again=RESUME_AGAIN) from error
         self._digest.add(line)
 
     def sync(self) -> None:
@@ -72,7 +72,7 @@ class MetricsFile:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise disk_error(error, self._path, "the metrics") from error
+            raise disk_error(error, self._path, "the metrics", again=RESUME_AGAIN) from error
 
     def state(self) -> dict[str, Any]:
         """Size and digest of the rows, for a checkpoint."""

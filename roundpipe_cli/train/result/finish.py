@@ -17,7 +17,7 @@ from torch import nn
 from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync, write_new_file
+from roundpipe_cli.files import RESUME_AGAIN, TEMPORARY_PREFIX, disk_error, sync, write_new_file
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import Fingerprint
@@ -96,7 +96,7 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> lis
         sync(output_dir)
         return [path.relative_to(temporary).as_posix() for path in paths]
     except OSError as error:
-        raise disk_error(error, output_dir, "the result") from error
+        raise disk_error(error, output_dir, "the result", again=RESUME_AGAIN) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
