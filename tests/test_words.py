@@ -227,6 +227,7 @@ RUN_ELSEWHERE = {
     "roundpipe export": "tests/train/test_export.py",
     "roundpipe generate": "tests/test_release.py",
     "roundpipe score": "tests/train/test_score.py",
+    "roundpipe eval": "tests/train/test_lm_eval.py",
     "roundpipe init": "tests/cli/test_init_doctor.py",
     "roundpipe doctor": "tests/cli/test_init_doctor.py",
     "roundpipe convert": "tests/recipe/test_convert.py",

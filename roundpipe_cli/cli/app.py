@@ -121,6 +121,7 @@ COMMANDS = {
     "convert": "Turn a file of axolotl, LLaMA-Factory, TRL or Unsloth into a recipe.",
     "export": "Write the result of a run as a folder for other programs.",
     "score": "Loss of each row, and what the model found probable.",
+    "eval": "Tasks of lm-eval on a model, before and after training.",
     "generate": "Answer a prompt with the result of a run.",
 }
 """Texts of `roundpipe --help` for each command."""

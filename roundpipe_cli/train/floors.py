@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 
 from packaging.version import InvalidVersion, Version
@@ -20,12 +21,14 @@ FLOORS = {
     "huggingface_hub": ("1.31", "0", ""),
 }
 """Library -> the oldest version that will do, the oldest without a known hole, and the hole."""
+EVAL_FLOORS = {"lm-eval": ("0.4.13", "0", "")}
+"""What `eval` needs beside them."""
 
 
-def check_floors() -> None:
+def check_floors(floors: Mapping[str, tuple[str, str, str]] = FLOORS) -> None:
     """Raise a RecipeError (exit code 2) for libraries that are too old, with the reasons, before they are imported."""
     problems = []
-    for name, (floor, safe, reason) in FLOORS.items():
+    for name, (floor, safe, reason) in floors.items():
         found = _installed(name)
         if found is None or found < Version(floor):
             old = f"too old to be safe ({reason})" if found and found < Version(safe) else "too old for this release"

@@ -4,7 +4,7 @@
       header.json               what was scored and how, by digest
       scores.jsonl              a line for each row, in their order
       tokens-000000000.parquet  of the row of that number and those after it, up to the next file's
-      part-000000000.arrow      of a microbatch whose window of rows is unfinished; by its first row
+      part-000000000.parquet    of a microbatch whose window of rows is unfinished; by its first row
 
 Rows of similar length are computed together, in windows of consecutive rows. A microbatch is kept as a part once it is
 computed. When all parts of a window are there they become its table, renamed into place, and its lines, appended in the
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 import torch
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.collate import pad_token_id
@@ -91,8 +91,8 @@ def scored_batches(
     total, done = sum(len(rows[index].input_ids) for batch in batches for index in batch), 0
     with PageLocks(setup.store, setup.devices, setup.recipe.weights, tell), make_engine(setup) as engine:
         scorer = Scorer(engine, planner, steps, stopping=lambda: False)
-        known = "times measured before" if planner.measured else "the sizes of the layers alone, ASSUMED"
-        planned = f"about {format_seconds(scorer.planned_s(len(batches)))}, by {known}"
+        known = "about {}, by times measured before" if planner.measured else "at least {}, by layers' sizes, ASSUMED"
+        planned = known.format(format_seconds(scorer.planned_s(len(batches))))
         tell_notices(tell, planner.notice, f"scoring {counted(total, 'token')}: {planned}")
         microbatches = (collate_rows([rows[index] for index in batch], pad) for batch in batches)
         scores = zip(batches, scorer.scores(microbatches, step=0, top_k=top_k), strict=True)
@@ -225,7 +225,7 @@ class ScoreFolder:
         if lines:
             os.truncate(self._lines, sum(map(len, lines[: self._done])))
         parts, num_kept = {self._part(batch): batch for window in self._left for batch in window}, self._done
-        for path in self._folder.glob("part-*.arrow"):
+        for path in self._folder.glob("part-*.parquet"):
             if _rows_of(path) == parts.get(path):
                 num_kept += len(parts[path])
             else:
@@ -252,26 +252,20 @@ class ScoreFolder:
         for name in TYPES if self._top_k is not None else ():
             if name in found[0][1]:
                 table[name] = _lists(name, [scores[name] for _, scores in found])
-        part, sink = pyarrow.table(table), pyarrow.BufferOutputStream()
-        with ipc.new_file(sink, part.schema) as file:
-            file.write_table(part)
-        write_atomically(path, bytes(sink.getvalue()))
+        _write_table(pyarrow.table(table), path)
 
     def _finish(self, parts: Sequence[Path]) -> None:
         """Add the scores of the next window, of which all parts are there."""
-        table = pyarrow.concat_tables(map(_read_part, parts)).sort_by("row").combine_chunks()
+        table = pyarrow.concat_tables(map(parquet.read_table, parts)).sort_by("row").combine_chunks()
         if self._top_k is not None:
-            sink = pyarrow.BufferOutputStream()
-            own = table.drop_columns("line")
-            parquet.write_table(own, sink, use_dictionary=False, write_statistics=False)
-            write_atomically(self._table(), bytes(sink.getvalue()))
+            _write_table(table.drop_columns("line"), self._table())
         append_line(self._lines, "\n".join(table["line"].to_pylist()))
         self._done += len(table)
         for path in parts:
             path.unlink()
 
     def _part(self, batch: Sequence[int]) -> Path:
-        return self._folder / f"part-{batch[0]:09d}.arrow"
+        return self._folder / f"part-{batch[0]:09d}.parquet"
 
     def _table(self) -> Path:
         return self._folder / f"tokens-{self._done:09d}.parquet"
@@ -284,14 +278,16 @@ def _is_of(line: bytes, row: int) -> bool:
     return False
 
 
-def _read_part(path: Path) -> Any:
-    return ipc.open_file(pyarrow.BufferReader(path.read_bytes())).read_all()
+def _write_table(table: Any, path: Path) -> None:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(table, sink, use_dictionary=False, write_statistics=False)
+    write_atomically(path, bytes(sink.getvalue()))
 
 
 def _rows_of(path: Path) -> list[int]:
     """The rows of a part, by number; none of one that cannot be read."""
     with suppress(pyarrow.ArrowException, OSError):
-        return list(_read_part(path)["row"].to_pylist())
+        return list(parquet.read_table(path, columns=["row"])["row"].to_pylist())
     return []
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.data.dataset import build_dataset
@@ -173,7 +173,7 @@ def test_no_computed_row_of_a_window_is_lost_and_the_files_do_not_tell_of_kills(
     assert [name for name in want if name.startswith("tokens-")] == ["tokens-000000000.parquet"]
     while (done := score(trained, "out", *TABLES, to="often", before=partial(killed_after, 5))).code:
         done.expect(-signal.SIGKILL)
-        parts = [ipc.open_file(path).read_all()["row"].to_pylist() for path in found.glob("part-*")]
+        parts = [parquet.read_table(path)["row"].to_pylist() for path in found.glob("part-*")]
         seen.append(len({row for part in parts for row in part} | set(range(num_lines(found / "scores.jsonl")))))
         assert seen[-1] > seen[-2], "each call adds rows, and none is lost"
         if len(parts) == 2:

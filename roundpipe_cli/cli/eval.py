@@ -1,0 +1,87 @@
+"""`roundpipe eval`: tasks of lm-eval on a recipe, a result or a checkpoint, by the engine's forward."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import aligned
+
+
+def eval(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|RESULT", help="Also a model, or a checkpoint's folder.")],
+    tasks: Annotated[str, typer.Option("--tasks", metavar="A,B", help="Names of lm-eval's tasks and groups.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Documents of each task, at most.")] = None,
+    include: Annotated[
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="Of more tasks, as lm-eval's.")
+    ] = None,
+    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Evaluate tasks of lm-eval whose answers are chosen or weighed by likelihood; of a result before training, too.
+
+    Nothing is merged or written. Needs lm-eval: pip install 'roundpipe-cli[eval]'.
+
+    Example: roundpipe eval outputs/quickstart --tasks arc_easy,piqa --limit 200
+    """
+    say(f"reading {target} ...")
+    if include is not None and not include.is_dir():
+        raise RefusedError("--include-path is no folder", where=str(include), hint="a folder of lm-eval's YAML files")
+    if offline:
+        go_offline()
+    quiet_libraries()
+    from roundpipe_cli.train.floors import EVAL_FLOORS, check_floors
+
+    check_floors(EVAL_FLOORS)
+    from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.cli.score import is_result, opened_target
+    from roundpipe_cli.train.lm_eval_model import found_tasks, task_results, with_longest_row
+    from roundpipe_cli.train.score import prepare_to_score
+    from roundpipe_cli.train.signals import StopSignals
+    from roundpipe_cli.watchdog import watching
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names, tell = list(dict.fromkeys(name.strip() for name in tasks.split(","))), LinePrinter(1)
+    figures = dict[str, dict[str, dict[str, float]]]()
+    with StopSignals(": nothing was written"), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints
+        manager = found_tasks(names, include)
+        for when in ("before", "after") if is_result(target) else ("value",):
+            with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+                rows, before = partial(with_longest_row, folder=Path(folder)), when == "before"
+                opened = opened_target(target, overrides or (), base, rows=rows, offline=offline, before=before)
+                loaded, source, asked, _ = stack.enter_context(opened)
+                stack.enter_context(watching(loaded.recipe.watchdog_s))
+                setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
+                figures[when] = task_results(setup, names, manager, limit=limit, tell=tell)
+    if json_:
+        say_json({"limit": limit, **figures}, indent=None)
+        return
+    table = [["task", "metric", *figures]]
+    for task, found in figures[when].items():
+        keys = [key for key in found if "_stderr" not in key and key != "sample_len"]
+        table += [
+            [task, key.removesuffix(",none"), *(_cell(one[task], key) for one in figures.values())] for key in keys
+        ]
+    for line in aligned(table, 2):
+        say_data(line)
+
+
+def _cell(figures: dict[str, float], key: str) -> str:
+    """A figure with its standard error, where lm-eval knows one."""
+    metric, _, way = key.partition(",")
+    error = figures.get(f"{metric}_stderr,{way}")
+    return f"{figures[key]:.4f}" + ("" if error is None else f" ± {error:.4f}")
