@@ -22,7 +22,7 @@ FLOORS = {
 }
 """Library -> the oldest version that will do, the oldest without a known hole, and the hole."""
 EVAL_FLOORS = {"lm-eval": ("0.4.13", "0", "")}
-"""What `eval` needs beside them."""
+"""Libraries of `eval` beside them, in the same form."""
 
 
 def check_floors(floors: Mapping[str, tuple[str, str, str]] = FLOORS) -> None:

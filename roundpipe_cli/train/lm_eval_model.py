@@ -26,7 +26,7 @@ from roundpipe_cli.train.score import batches_of, scored_batches
 from roundpipe_cli.units import counted
 
 Request = tuple[Any, list[int], list[int]]
-"""What lm-eval calls it by, the tokens of its context, and those whose likelihood is asked for."""
+"""Name in lm-eval, the tokens of its context, and those whose likelihood is asked for."""
 
 
 def found_tasks(names: Sequence[str], include: Path | None) -> TaskManager:
