@@ -227,7 +227,6 @@ RUN_ELSEWHERE = {
     "roundpipe export": "tests/train/test_export.py",
     "roundpipe generate": "tests/test_release.py",
     "roundpipe score": "tests/train/test_score.py",
-    "roundpipe eval": "tests/train/test_lm_eval.py",
     "roundpipe init": "tests/cli/test_init_doctor.py",
     "roundpipe doctor": "tests/cli/test_init_doctor.py",
     "roundpipe convert": "tests/recipe/test_convert.py",
@@ -237,6 +236,7 @@ RUN_ELSEWHERE = {
 }
 """Beginning of a command -> what runs it with other files, or why no test does."""
 NEEDS = {
+    r"roundpipe eval": "lm-eval, and tasks' data from the hub: tests/train/test_lm_eval.py on data of its own",
     r"\bcuda\b|nvidia-smi|scripts/gpu_check": "a GPU",
     r"doctor --measure|--hardware \S+\.json": "minutes; tests/costs/test_measurement.py runs its parts",
     r"^(hf|huggingface-cli) |^(git|pip|pipx|uv) ": "the network",
