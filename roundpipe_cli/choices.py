@@ -96,7 +96,7 @@ EXAMPLES: Mapping[ExampleName, ExampleKind] = {
 }
 """All kinds of rows that an objective trains on."""
 
-Objective = Literal["sft", "dpo", "orpo", "simpo", "ipo", "kto"]
+Objective = Literal["sft", "dpo", "orpo", "simpo", "ipo", "kto", "distill"]
 LossName = Literal["sigmoid", "odds_ratio", "squared", "kto"]
 
 
@@ -108,13 +108,16 @@ class ObjectiveKind:
     """Content of a row."""
     needs_reference: bool = False
     """The answers are scored by the reference model, too, before each step: the model without the trained adapter."""
+    needs_teacher: bool = False
+    """Beside the cross entropy of each token the loss has the divergence from a teacher's most probable tokens, which a
+    folder of scores has; both are logged, as `nll_loss` and `kl`."""
     estimates_kl: bool = False
     """Beside that, model and reference score each of a step's prompts with the answer to another one."""
     averages: bool = False
     """An answer's log-probability is the mean over its tokens, not their sum; prompts would then change it."""
     loss: LossName | None = None
     """Function in `model/sequence_loss.py`, of whole answers: rows are neither packed, nor split, nor cut into chunks.
-    None: the cross entropy of each token."""
+    None: a sum over tokens, in `model/head.py`."""
     section: str | None = None
     """Recipe key with the settings of the loss."""
     nll_factor: float | str = 0.0
@@ -135,7 +138,8 @@ class ObjectiveKind:
     @property
     def meaning(self) -> str:
         """Rows and reference, for the table of recipe keys."""
-        return self.rows.noun + ", with a reference" * self.needs_reference
+        with_teacher = ", with a teacher's scores" * self.needs_teacher
+        return self.rows.noun + ", with a reference" * self.needs_reference + with_teacher
 
 
 OBJECTIVES: Mapping[Objective, ObjectiveKind] = {
@@ -149,6 +153,7 @@ OBJECTIVES: Mapping[Objective, ObjectiveKind] = {
     "kto": ObjectiveKind(
         "labelled", needs_reference=True, estimates_kl=True, loss="kto", section="kto", loss_type="kto"
     ),
+    "distill": ObjectiveKind("answer", needs_teacher=True, section="distill"),
 }
 """All values of `objective`. The first is the default; `init` chooses the first that trains on the rows it finds."""
 

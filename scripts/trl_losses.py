@@ -117,7 +117,7 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[Any]]:
         result = engine.run_step(microbatches, planner.schedule(1), step=0)
     gradients = {name: setup.store.gradient(name).clone() for name in setup.store.trainable_names}
     rows = [row for side in setup.dataset.sides for row in side]
-    return Found(result.loss, metrics_of(result.rewards, microbatches), gradients), microbatches[0], rows
+    return Found(result.loss, metrics_of(result.part_sums, microbatches), gradients), microbatches[0], rows
 
 
 def make_model(folder: Path, *, whole: bool = False) -> None:

@@ -16,6 +16,8 @@ from roundpipe_cli.units import either
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.convert_rules import Conversion, Job
 
+_CONVERTED = tuple(name for name, kind in OBJECTIVES.items() if not kind.needs_teacher)
+
 
 def convert(
     file: Annotated[
@@ -34,7 +36,7 @@ def convert(
     ] = 1,
     objective: Annotated[
         str | None,
-        typer.Option("--objective", help=f"{either(OBJECTIVES)}, for a file of TRL that does not say which it is."),
+        typer.Option("--objective", help=f"{either(_CONVERTED)}, for a file of TRL that does not say which it is."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -64,7 +66,7 @@ def convert(
             hint="roundpipe convert axolotl.yaml --output mine.yaml",
         ) from None
     tool = _chosen("--from", from_, TOOLS, f"tool {from_} to convert from")
-    job: Job | None = _chosen("--objective", objective, tuple(OBJECTIVES), f"objective {objective}")
+    job: Job | None = _chosen("--objective", objective, _CONVERTED, f"objective {objective}")
     result = convert_file(raw, str(file), tool=tool, num_gpus=gpus, objective=job)
     _pack_where_the_model_may(result)
     text = result.text(file.name)

@@ -78,7 +78,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.new_tokens import load_with_tokens
-    from roundpipe_cli.train.prepare.rows import read_rows
+    from roundpipe_cli.train.prepare.rows import read_rows, read_teacher
     from roundpipe_cli.train.prepare.steps import mix_of
 
     recipe = loaded.recipe
@@ -86,7 +86,9 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, **ways)
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     dataset = read_rows(loaded, tokenizer, offline, say)
-    dataset = replace(dataset, notices=(*dataset.notices, *new.describe(dataset.rows)))
+    teacher = read_teacher(loaded, dataset, tokenizer)
+    of_teacher = () if teacher is None else teacher.describe()
+    dataset = replace(dataset, notices=(*dataset.notices, *of_teacher, *new.describe(dataset.rows)))
     shown = samples(dataset, tokenizer, recipe.seed, recipe.objective_kind.rows.sides)
     if recipe.scores_answers:
         return DataView(dataset, None, shown)

@@ -188,8 +188,8 @@ def _as_json(value: Any) -> str:
 
 def _refuse_loss(recipe: Recipe, loss: TokenLoss) -> None:
     """Refuse a loss that the recipe has no place for, or that a checkpoint could not name."""
-    if recipe.scores_answers:
-        raise RefusedError("a loss of tokens is not for whole answers", found=f"objective: {recipe.objective}")
+    if recipe.scores_answers or recipe.objective_kind.needs_teacher:
+        raise RefusedError("a loss of tokens is for answers alone", found=f"objective: {recipe.objective}")
     if recipe.label_smoothing_factor:
         found = f"label_smoothing_factor: {recipe.label_smoothing_factor:g}"
         raise RefusedError("label smoothing is of cross entropy", found=found, hint="smooth within the loss function")

@@ -209,6 +209,9 @@ def choose_objective(given: str | None, method: str | None, example: ExampleName
     if given is not None and given not in OBJECTIVES:
         raise RefusedError("unknown objective", where="--objective", found=given, expected=", ".join(OBJECTIVES))
     asked = next((name for name in OBJECTIVES if name == given), None)
+    if asked and OBJECTIVES[asked].needs_teacher:
+        what, hint = f"init writes no recipe for objective {asked}", "roundpipe recipes copy distill"
+        raise RefusedError(what, where="--objective", found=asked, hint=hint)
     every = objectives_of(example or OBJECTIVES[asked or Recipe.objective].example)
     fitting = [name for name in every if method != "full" or not OBJECTIVES[name].needs_reference]
     objective = asked or (fitting or every)[0]

@@ -147,7 +147,8 @@ def evaluation_line(event: events.EvaluationFinished) -> str:
     mark = "  best" if event.best else ""
     shown, rewards = f"perplexity {event.perplexity:.4g}", event.preference
     if rewards is not None:
-        forms = {"reward_margin": "margin {:.3g}", "reward_accuracy": "accuracy {:.0%}", "kl": "kl {:.3g}"}
+        forms = {"perplexity": "perplexity {:.4g}", "reward_margin": "margin {:.3g}"}
+        forms |= {"reward_accuracy": "accuracy {:.0%}", "kl": "kl {:.3g}"}
         shown = "  ".join(form.format(rewards[name]) for name, form in forms.items() if name in rewards)
     return f"eval {event.step:>{width}}/{event.num_steps}  loss {format_loss(event.loss)}  {shown}{mark}"
 

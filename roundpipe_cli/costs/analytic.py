@@ -131,14 +131,20 @@ def chunk_buffer_bytes(architecture: Architecture, settings: TrainingSettings) -
 def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, devices: Sequence[Device] = ()) -> int:
     """The head's working memory, see `head_bytes`. A run uses our kernel where all `devices` have it."""
     has_kernel = settings.fused and bool(devices) and all(one.has_bfloat16 and not one.is_cpu for one in devices)
-    return head_bytes(
+    has_kernel = has_kernel and not (settings.scores_answers or settings.teacher_tokens)
+    return teacher_bytes(settings.tokens_per_microbatch, settings.teacher_tokens) + head_bytes(
         settings.tokens_per_microbatch,
         settings.head_chunk_tokens,
         architecture.vocab_size,
         architecture.hidden_size,
         size=settings.dtype_bytes,
-        at_once=logits_at_once(architecture.model_type) if has_kernel and not settings.scores_answers else None,
+        at_once=logits_at_once(architecture.model_type) if has_kernel else None,
     )
+
+
+def teacher_bytes(tokens: float, kept: int) -> int:
+    """Bytes of a teacher's figures for so many targets: ids, log-probabilities in 16 bit, the mass left."""
+    return int(tokens * (kept * 6 + 4)) if kept else 0
 
 
 def logits_at_once(model_type: str) -> int:
@@ -196,6 +202,11 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
         added = 1 if within else 2
     tally.forward.operators, tally.backward.operators = 4 + 4 * chunks, (2 + added) * chunks
     tally.forward.library_operators = 9 * chunks
+    if settings.teacher_tokens:  # always by torch's operators, and four more over all logits
+        for side in (tally.forward, tally.backward):
+            side.traffic_bytes += side.library_bytes + tokens * vocabulary * 2 * EXACT_BYTES
+            side.operators += side.library_operators + 20 * chunks
+            side.library_bytes, side.library_operators = 0.0, 0
     return tally.forward, tally.backward
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.choices import OPTIMIZERS, PACKED_FORMATS
-from roundpipe_cli.costs.analytic import Case, activation_bytes, key_value_bytes, trainable_params
+from roundpipe_cli.costs.analytic import Case, activation_bytes, key_value_bytes, teacher_bytes, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture
@@ -366,6 +366,7 @@ def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, 
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     temporaries = update_temporary_bytes(architecture, settings)
     num_inputs = len(layers) if settings.skip_last_projection else stages[1]
+    of_teacher = settings.tokens_per_microbatch, settings.teacher_tokens
     return Need(
         {
             "frozen weights": 0 if settings.weights_on_disk else frozen_bytes(architecture, settings),
@@ -377,6 +378,7 @@ def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, 
             "gradients in line": waiting_bytes,
             "boundary activations": boundary * (num_inputs + 2) * in_flight,
             "keys and values of chunks": keys_and_values,
+            "a teacher's figures": settings.num_microbatches * teacher_bytes(*of_teacher),
             "page-locked rings": 2 * PINNED_RING_BYTES * num_gpus,
             "interpreter and contexts": interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus,
             "tokenizer": TOKEN_BYTES * architecture.vocab_size,

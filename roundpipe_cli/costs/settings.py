@@ -31,6 +31,8 @@ class TrainingSettings:
     """Sequences of a row: 2 for pairs of answers."""
     scores_answers: bool = False
     """The loss is of whole answers: the head looks at a microbatch twice, and never writes over its logits."""
+    teacher_tokens: int = 0
+    """Tokens of each target of which a teacher's figures are read; the head then never writes over its logits."""
     num_microbatches: int = 8
     """Microbatches of a step."""
     counts_tokens: bool = False

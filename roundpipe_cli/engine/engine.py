@@ -441,8 +441,8 @@ class Engine:
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
             notices=self._take_notices(),
-            rewards=tuple(
-                tuple(state.reward_sums.tolist()) for state in context.microbatches if state.reward_sums is not None
+            part_sums=tuple(
+                tuple(state.part_sums.tolist()) for state in context.microbatches if state.part_sums is not None
             ),
             gradient_norm=math.sqrt(sum(squares)) / context.gradients.options.loss_scale,
             step_s=seconds,

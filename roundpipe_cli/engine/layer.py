@@ -375,7 +375,7 @@ class LayerRunner:
             )
             if routers is not None and sums is not None:
                 routers.add_to(result, sums, state.num_units, context.loss.gradient_scale)
-        state.loss_sum, state.reward_sums = result.loss_sum, result.reward_sums  # read when the step is done
+        state.loss_sum, state.part_sums = result.loss_sum, result.part_sums  # read when the step is done
         self.collector.fold(context, layer, state.index, list(gradients.items()))
         return result.grad_hidden
 
@@ -404,7 +404,8 @@ class LayerRunner:
         receive, preference, weights = self.backend.receive, state.preference, state.target_weights
         indices, ids = receive(state.target_indices), receive(state.target_ids)
         moved = None if preference is None else map_tensors(preference, receive)
-        return HeadTargets(indices, ids, moved, None if weights is None else receive(weights))
+        teacher = None if state.teacher is None else map_tensors(state.teacher, receive)
+        return HeadTargets(indices, ids, moved, None if weights is None else receive(weights), teacher)
 
     # -- chunks of a sequence ------------------------------------------------------------------------------------
 

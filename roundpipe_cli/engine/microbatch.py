@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 
 from roundpipe_cli.engine.step import Microbatch, Part
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
-from roundpipe_cli.model.head import HeadScores, target_rows
+from roundpipe_cli.model.distillation import TeacherScores
+from roundpipe_cli.model.head import HeadScores, map_tensors, target_rows
 from roundpipe_cli.model.sequence_loss import Preference
 
 
@@ -53,8 +55,10 @@ class MicrobatchState:
     target_weights: torch.Tensor | None = None
     """float32 [N]; None: 1."""
     preference: Preference | None = None
-    reward_sums: torch.Tensor | None = None
-    """As `HeadResult.reward_sums`."""
+    teacher: TeacherScores | None = None
+    """Of the N target tokens."""
+    part_sums: torch.Tensor | None = None
+    """As `HeadResult.part_sums`."""
     scores: HeadScores | None = None
     """Set in a pass without backward."""
     lengths: torch.Tensor | None = None
@@ -97,6 +101,8 @@ def microbatch_states(
             state.position_ids = None if positions is None else positions[:, :end]
             if microbatch.weights is not None:  # of the token at an index, the target is the next one
                 state.target_weights = microbatch.weights.flatten()[indices[inside] + 1]
+            if microbatch.teacher is not None:
+                state.teacher = map_tensors(microbatch.teacher, itemgetter(inside))
             if num_chunks > 1:
                 state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
                 assert microbatch.preference is None, "answers that are scored as wholes are not cut"

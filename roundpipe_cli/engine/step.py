@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.model.distillation import TeacherScores
 from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.model.sequence_loss import Preference
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
@@ -29,6 +30,8 @@ class Microbatch:
     """int64 [B]: tokens of each sequence without padding, for the routers' loss; None: all."""
     weights: torch.Tensor | None = None
     """float32 [B, T]: factor of each label's loss, 0 or more; None: 1."""
+    teacher: TeacherScores | None = None
+    """Of the target tokens, in the order of `target_rows`; None: the loss is cross entropy alone."""
 
     @property
     def num_units(self) -> float:
@@ -74,8 +77,8 @@ class StepResult:
     """Per worker, seconds of operations in which a GPU may have waited for launches."""
     started_s: float = 0.0
     """Start by `time.perf_counter`."""
-    rewards: tuple[tuple[float, ...], ...] = ()
-    """Sums of each microbatch whose sequences are scored as wholes, for `reward_metrics`."""
+    part_sums: tuple[tuple[float, ...], ...] = ()
+    """`HeadResult.part_sums` of each microbatch, where the loss has parts."""
     fused_head: bool = True
     """Whether the head was fused into the first backward stage, as the schedule says."""
     links: tuple[Interval, ...] = ()

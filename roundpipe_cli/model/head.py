@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
+from roundpipe_cli.model.distillation import TeacherScores, distilled_loss, divergence_sum
 from roundpipe_cli.model.sequence_loss import Preference, sequence_loss, sequence_sums
 from roundpipe_cli.model.taps import GradientTaps, before_views
 
@@ -36,6 +38,8 @@ class HeadTargets:
     target tokens."""
     weights: torch.Tensor | None = None
     """float32 [N]: factor of each target's loss; None: 1."""
+    teacher: TeacherScores | None = None
+    """Of the targets, to which the loss then compares the model; None: it is cross entropy alone."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,9 @@ class HeadResult:
     """Sum of the target tokens' losses in nats, accumulated in float64; a 0-dim tensor, as nobody waits for it here."""
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
-    reward_sums: torch.Tensor | None = None
-    """Sums of which `reward_metrics` takes the means, float64 [4]; set where sequences are scored as wholes."""
+    part_sums: torch.Tensor | None = None
+    """Sums of which metrics are the means: of `reward_metrics`, float64 [4], where sequences are scored as wholes; of
+    cross entropy and divergence, float64 [2], with a teacher."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,6 +155,17 @@ def _scaled_loss(
     return _loss_of(parts, loss.label_smoothing, factors), values
 
 
+def _taught_loss(
+    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, loss: HeadLoss, factors: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_scaled_loss`, and the sums of the loss's parts."""
+    scales = loss.gradient_scale if factors is None else factors * loss.gradient_scale
+    entropy, kl, gradient = distilled_loss(logits, targets, teacher, scales)
+    each = 1.0 if factors is None else factors[:, 0]
+    sums = torch.stack([(each * entropy).sum(), (each * kl).sum()])
+    return (1 - teacher.weight) * sums[0] + teacher.kl_factor * sums[1], gradient.to(logits.dtype), sums
+
+
 _FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0", "IndexCopyBackward0"})
 """Operators whose backward does not read what they returned; a soft cap ends in a product."""
 
@@ -170,9 +186,11 @@ class HeadScores:
     """float32 [N, K]: of these tokens."""
     mass_left: torch.Tensor | None = None
     """float32 [N]: probability of all other tokens."""
+    kl_sum: torch.Tensor | None = None
+    """float64 0-dim: sum of divergences from a teacher, if there is one."""
 
 
-Values = TypeVar("Values", Preference, HeadScores)
+Values = TypeVar("Values", Preference, HeadScores, TeacherScores)
 
 
 def map_tensors(values: Values, move: Callable[[torch.Tensor], torch.Tensor]) -> Values:
@@ -189,6 +207,7 @@ def score_head(
     rows = hidden.flatten(0, 1)[targets.indices]
     loss_sum = torch.zeros((), dtype=torch.float64, device=rows.device)
     every = torch.empty(rows.shape[0], device=rows.device)
+    kl_sum = None if targets.teacher is None else torch.zeros_like(loss_sum)
     top = []
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
@@ -200,8 +219,11 @@ def score_head(
         every[part] = picked[:, 0]
         if top_k:
             top.append(_take_top(log_probabilities, top_k))
+        elif kl_sum is not None and targets.teacher is not None:
+            each = factors if isinstance(factors, int) else factors[:, 0]
+            kl_sum += divergence_sum(log_probabilities, map_tensors(targets.teacher, itemgetter(part)), each)
     sums = sequence_sums(every, targets.indices, (hidden.shape[0], hidden.shape[1]))
-    return HeadScores(loss_sum, every, sums, *map(torch.cat, zip(*top, strict=True)))
+    return HeadScores(loss_sum, every, sums, *map(torch.cat, zip(*top, strict=True)), kl_sum=kl_sum)
 
 
 def _take_top(log_probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -241,7 +263,7 @@ def run_head(
     result, token_factors = HeadResult(0.0, None), None if targets.weights is None else targets.weights[:, None]
     if preference is not None:
         scored = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens).log_probabilities
-        whole_sum, token_factors, result.reward_sums = sequence_loss(scored, indices, shape, preference)
+        whole_sum, token_factors, result.part_sums = sequence_loss(scored, indices, shape, preference)
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
     for start in range(0, rows.shape[0], loss.chunk_tokens):
         part = slice(start, start + loss.chunk_tokens)
@@ -249,7 +271,12 @@ def run_head(
         with torch.enable_grad():
             logits = logits_of(chunk, start)
         factors = None if token_factors is None else token_factors[part]
-        loss_sum, grad_logits = _scaled_loss(logits, targets.ids[part], loss, factors)
+        if targets.teacher is None:
+            loss_sum, grad_logits = _scaled_loss(logits, targets.ids[part], loss, factors)
+        else:
+            own = map_tensors(targets.teacher, itemgetter(part))
+            loss_sum, grad_logits, sums = _taught_loss(logits, targets.ids[part], own, loss, factors)
+            result.part_sums = sums if result.part_sums is None else result.part_sums + sums
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue

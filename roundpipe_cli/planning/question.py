@@ -221,6 +221,8 @@ class PlanRequest(Case):
         return self.machine_source == THIS_MACHINE and not isinstance(self.loaded.recipe.pipeline.devices, str)
 
 
+USUAL_TEACHER_TOKENS = 64
+"""Kept tokens of a teacher, as the commands of all pages ask for: `plan` needs no scores. More take little memory."""
 ENOUGH_PER_WORKER = 4
 """Microbatches of a step for each worker that keep all of them busy."""
 
@@ -244,6 +246,7 @@ def settings_of(recipe: Recipe, architecture: Architecture) -> TrainingSettings:
         num_microbatches=recipe.microbatches_per_step * recipe.pipeline.num_chunks,
         sequences_per_row=len(recipe.objective_kind.rows.sides),
         scores_answers=recipe.scores_answers,
+        teacher_tokens=USUAL_TEACHER_TOKENS if recipe.objective_kind.needs_teacher else 0,
         counts_tokens=recipe.token_budget is not None,
         sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,

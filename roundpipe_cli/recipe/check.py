@@ -541,6 +541,8 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
         # of means that are compared, a prompt's log-probability would be a part
         for key in ("label_smoothing_factor", *(["train_on_inputs"] if kind.averages or kind.estimates_kl else [])):
             yield key, f"is not offered with objective {recipe.objective}", None
+    elif recipe.objective_kind.needs_teacher:
+        yield "label_smoothing_factor", f"is not offered with objective {recipe.objective}: the teacher smooths", None
 
 
 def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
@@ -596,6 +598,9 @@ def _find_objective_problems(recipe: Recipe, findings: Findings) -> None:
             fitting = [name for name, kind in OBJECTIVES.items() if dataset.type in kind.rows.row_types]
             what, hint = f"objective {objective} needs {rows.noun}", f"add the line `objective: {either(fitting)}`"
             findings.add((*path, "type"), what, found=dataset.type, expected=either(rows.row_types), hint=hint)
+    if recipe.objective_kind.needs_teacher and recipe.distill.teacher is None:
+        what, hint = f"objective {objective} needs a teacher's scores", "distill.teacher=FOLDER, of `roundpipe score`"
+        findings.add(("distill", "teacher"), what, expected="a folder", hint=hint)
     if recipe.scores_answers and recipe.long_rows == "split":
         findings.add(("long_rows",), f"{rows.noun} cannot be split", hint=SPLIT_HINT)
     if recipe.scores_answers and recipe.packs:  # `auto` is off with them

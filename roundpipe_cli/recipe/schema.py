@@ -260,6 +260,22 @@ class KtoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Distillation from a larger model with the same tokenizer, by its most probable tokens at each trained place. Used
+    when `objective` is distill."""
+
+    teacher: Words | None = None
+    """Folder of the teacher's scores: `roundpipe score RECIPE ROWS model=TEACHER --top-k 64 --to FOLDER`, with this
+    recipe, so that rows are read alike. Its rows may be more than those that are trained."""
+    weight: Annotated[float, Range(0, 1)] = 0.5
+    """Share of the divergence from the teacher in the loss; the rest is cross entropy. 0.5 is torchtune's default, too.
+    1 learns from the teacher alone."""
+    temperature: Annotated[float, Range(0, above=True)] = 1.0
+    """Both models' probabilities are raised to 1 / temperature, and the divergence times temperature^2. Above 1, less
+    probable tokens weigh more; of those that the scores left out only the sum is known, so 1 is safe."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """One source of rows."""
 
@@ -387,8 +403,9 @@ class Recipe:
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
     objective: Annotated[Objective, Named(OBJECTIVES)] = "sft"
     """The loss, and the rows it trains on: answers; pairs of a chosen and a rejected one (datasets of type preference:
-    columns prompt, chosen, rejected); or answers with a column `label`, true where the answer is wanted. A reference is
-    the base model, or the adapter of `lora.start_from` as it is, so it needs `method: lora`. Values:"""
+    columns prompt, chosen, rejected); answers with a column `label`, true where the answer is wanted; or answers and
+    what a teacher made of them (`distill.teacher`). A reference is the base model, or the adapter of `lora.start_from`
+    as it is, so it needs `method: lora`. Values:"""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     """Not used unless `objective` is dpo."""
     orpo: OrpoConfig = field(default_factory=OrpoConfig)
@@ -399,6 +416,8 @@ class Recipe:
     """Not used unless `objective` is ipo."""
     kto: KtoConfig = field(default_factory=KtoConfig)
     """Not used unless `objective` is kto."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Not used unless `objective` is distill."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters; not used when `method` is full."""
     load_in_16bit: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from roundpipe_cli.data.batching import BatchSampler, RowBatch
 from roundpipe_cli.data.collate import collate, collate_packed, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.model.distillation import TeacherScores
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.steps import rows_of_steps
 
@@ -28,8 +30,19 @@ def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[M
     """Microbatches of the given rows, and the number of their tokens without padding."""
     pad, rows = pad_token_id(setup.tokenizer), setup.dataset.rows
     parts = ([[rows[index] for index in sequence] for sequence in batch] for batch in batches)
-    microbatches = [_collated(part, pad, packs=setup.recipe.packs) for part in parts]
+    microbatches = [
+        taught(setup, _collated(part, pad, packs=setup.recipe.packs), [row for sequence in part for row in sequence])
+        for part in parts
+    ]
     return microbatches, sum(int(one.lengths.sum()) for one in microbatches if one.lengths is not None)
+
+
+def taught(setup: Setup, microbatch: Microbatch, rows: Sequence[Row]) -> Microbatch:
+    """The microbatch of these rows with the teacher's figures, where the objective has a teacher."""
+    if setup.teacher is None:
+        return microbatch
+    settings, (ids, values, left) = setup.recipe.distill, map(torch.from_numpy, setup.teacher.figures(rows))
+    return replace(microbatch, teacher=TeacherScores(ids, values, left, settings.weight, settings.temperature))
 
 
 def collate_rows(rows: Sequence[Row], pad: int) -> Microbatch:

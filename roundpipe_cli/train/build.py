@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.analytic import head_bytes, logits_at_once
+from roundpipe_cli.costs.analytic import head_bytes, logits_at_once, teacher_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
@@ -192,9 +192,9 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
     in_place = setup.fused is not None and setup.loss is None and why_no_triton() is None
-    in_place = in_place and not recipe.scores_answers and "cpu" not in setup.devices
+    in_place = in_place and setup.teacher is None and not recipe.scores_answers and "cpu" not in setup.devices
     in_place = in_place and all_run_ours(map(cuda.nvidia_capability, setup.devices))
-    head = head_bytes(
+    head = teacher_bytes(form.tokens, 0 if setup.teacher is None else setup.teacher.header["top_k"]) + head_bytes(
         form.tokens,
         setup.head_chunk_tokens,
         text_config.vocab_size,

@@ -5,7 +5,7 @@ if asked, keeps its weights in `best-STEP/` as a result in the usual format), an
 
     OUTPUT_DIR/
       eval.jsonl         {"step", "loss", "loss_hex", "perplexity", "tokens", "seconds", "best", "samples"}; of pairs
-                         the rewards in place of the perplexity
+                         the rewards in place of the perplexity; with a teacher "kl" beside it
       best-00000012/     adapter or model of the best evaluation so far, with best.json: SHA-256 of each file
 """
 
@@ -31,7 +31,7 @@ from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EVAL_NAME, EvaluationFinished, Notice, Phase, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import append_line, remove_tree
-from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.batches import collate_rows, taught
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import kept_step_of
@@ -70,6 +70,7 @@ class Evaluator:
         """
         self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
         self._num_steps = num_steps
+        self._compares = setup.teacher is not None and not setup.teacher.lacking(setup.eval_rows)
         self.rows = RowDigest(output_dir / EVAL_NAME)
         self._agree, self._ends_epoch, self._seen = agree, ends_epoch, seen
         if seen.best_step is not None and setup.recipe.load_best_model_at_end and not agree(self._is_whole()):
@@ -147,19 +148,26 @@ class Evaluator:
             self._tell(Notice(f"stopping early: the best evaluation was that of step {seen.best_step}"))
 
     def _loss(self, done: int) -> tuple[float, int, dict[str, float] | None]:
-        """Mean loss over all target tokens, and their number; of pairs over pairs, with what their rewards show."""
+        """Mean loss over all target tokens, and their number; of pairs over pairs, with what their rewards show; with a
+        teacher cross entropy, and the divergence beside it."""
         rows = self._setup.eval_rows
         if self._setup.recipe.scores_answers:
             return score_answers(self._setup, self._scorer, done)
         pad = pad_token_id(self._setup.tokenizer)
         lengths = np.array([len(row.input_ids) for row in rows])
         batches = chain.from_iterable(grouped_in_windows(self._setup.recipe, lengths))
-        microbatches = [collate_rows([rows[index] for (index,) in batch], pad) for batch in batches]
-        loss_sum, tokens = 0.0, 0
+        parts = [[rows[index] for (index,) in batch] for batch in batches]
+        microbatches = [collate_rows(part, pad) for part in parts]
+        if self._compares:
+            microbatches = [taught(self._setup, *pair) for pair in zip(microbatches, parts, strict=True)]
+        loss_sum, tokens, kl_sum = 0.0, 0, 0.0
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)
             tokens += len(scores.log_probabilities)
-        return loss_sum / sum(one.num_units for one in microbatches), tokens, None
+            kl_sum += 0.0 if scores.kl_sum is None else float(scores.kl_sum)
+        units = sum(one.num_units for one in microbatches)
+        loss = loss_sum / units
+        return loss, tokens, {"perplexity": perplexity(loss), "kl": kl_sum / units} if self._compares else None
 
     def _samples(self, done: int) -> Iterator[tuple[str, str]]:
         recipe, tokenizer = self._setup.recipe, self._setup.tokenizer

@@ -303,7 +303,7 @@ class Trainer:
             utilization=in_lanes(result, len(self.setup.devices)),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
             epoch=round(self.sampler.epochs_done, 4),
-            preference=metrics_of(result.rewards, microbatches) if result.rewards else None,
+            preference=metrics_of(result.part_sums, microbatches) if result.part_sums else None,
             **step_figures(result, num_tokens, step_s, self._arithmetic),
         )
         self._log.rows.append(event)

@@ -167,7 +167,10 @@ def score_answers(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, 
     return loss / num_rows, tokens, metrics_of(rewards, microbatches)
 
 
-def metrics_of(rewards: Sequence[Sequence[float]], microbatches: Sequence[Microbatch]) -> dict[str, float]:
+def metrics_of(part_sums: Sequence[Sequence[float]], microbatches: Sequence[Microbatch]) -> dict[str, float]:
     """Keys of metrics.jsonl beside those of every step, from the sums of each microbatch's loss."""
     losses = [(one.preference, len(one.labels)) for one in microbatches if one.preference is not None]
-    return reward_metrics(rewards, losses)
+    if not losses:  # tokens with a teacher
+        units = sum(one.num_units for one in microbatches)
+        return {name: sum(sums) / units for name, *sums in zip(("nll_loss", "kl"), *part_sums, strict=True)}
+    return reward_metrics(part_sums, losses)

@@ -9,6 +9,7 @@ from typing import Any
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
 from roundpipe_cli.data.settings import spec_of
 from roundpipe_cli.data.sources import find_sources
+from roundpipe_cli.data.teacher import find_teacher
 from roundpipe_cli.events import Tell
 from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_model
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
@@ -36,11 +37,13 @@ def as_restarted(loaded: LoadedRecipe, start: Start) -> tuple[LoadedRecipe, Star
 
 
 def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSource | None = None) -> ModelSource:
-    """Check that model and datasets exist, see `check_base`; `source`: the model, where it was found before."""
+    """Check that model, rows and a teacher's scores exist, see `check_base`; `source`: the model, if it was found."""
     recipe = loaded.recipe
     source = source or check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
         find_sources(spec_of(dataset, loaded.recipe.objective_kind.example), loaded.folder, start.offline)
+    if recipe.objective_kind.needs_teacher:
+        find_teacher(recipe.distill.teacher, loaded.folder)
     return source
 
 

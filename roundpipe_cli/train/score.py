@@ -32,6 +32,7 @@ from pyarrow import parquet
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.collate import pad_token_id
+from roundpipe_cli.data.teacher import FORMAT, row_digest, template_hash, vocabulary_hash
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import NotFiniteError, Problem, RecipeError, RefusedError
 from roundpipe_cli.events import HEADER_NAME, SCORES_NAME, Notice, Phase, Tell, tell_notices
@@ -184,16 +185,15 @@ class ScoreFolder:
     def _header(self) -> dict[str, Any]:
         """Facts of what is scored and how: whoever reads scores compares its own rows and vocabulary with them."""
         setup, dataset, state = self._setup, self._setup.dataset, run_state(self._setup)
-        template, vocabulary = dataset.chat_template, sorted(setup.tokenizer.get_vocab().items())
         return {
-            "format": "roundpipe scores 1",
+            "format": FORMAT,
             "model": setup.source.name,
             "sources": [source.name for source in dataset.sources],
             "rows": len(dataset.rows),
             "top_k": self._top_k and min(self._top_k, self._vocabulary),
             **{name: state[name] for name in STATES},
-            "template_hash": template and hashlib.sha256(template.encode()).hexdigest(),
-            "vocabulary_hash": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
+            "template_hash": template_hash(dataset.chat_template),
+            "vocabulary_hash": vocabulary_hash(setup.tokenizer),
             "vocabulary_size": self._vocabulary,
             **{key: getattr(setup.recipe, key) for key in SETTINGS},
         }
@@ -289,11 +289,6 @@ def _rows_of(path: Path) -> list[int]:
     with suppress(pyarrow.ArrowException, OSError):
         return list(parquet.read_table(path, columns=["row"])["row"].to_pylist())
     return []
-
-
-def row_digest(row: Row) -> str:
-    """SHA-256 of a row's ids, then its labels, both int32 in little-endian order."""
-    return hashlib.sha256(row.input_ids.astype("<i4").tobytes() + row.labels.astype("<i4").tobytes()).hexdigest()
 
 
 def _lists(name: str, values: Sequence[npt.NDArray[Any]]) -> Any:

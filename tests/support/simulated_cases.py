@@ -79,7 +79,7 @@ def train(engine: Engine, rig: Rig, case: Case) -> Bits:
     for step in range(case.num_steps):
         scaled = GradientOptions(loss_scale=case.loss_scale)
         result = engine.run_step(case.microbatches, schedule, step=step, version=step, gradients=scaled)
-        bits += [result.loss, result.gradient_norm, *gradient_bits(rig), str(result.rewards)]
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig), str(result.part_sums)]
         if step < case.num_steps - 1:
             write_new_weights(rig)
     return bits

@@ -121,7 +121,7 @@ def step(
 ) -> tuple[str, list[torch.Tensor]]:
     with rig.engine(num_workers, head_chunk_tokens=5, **options) as engine:
         result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(microbatches)), step=0)
-    assert len(result.rewards) == len(microbatches)
+    assert len(result.part_sums) == len(microbatches)
     return result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]
 
 

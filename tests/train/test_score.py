@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.teacher import row_digest
 from roundpipe_cli.train import score as scoring
 from roundpipe_cli.train.prepare import steps
-from roundpipe_cli.train.score import row_digest
 from tests.support.e2e import (
     STAGES,
     Outcome,

@@ -30,12 +30,12 @@ from roundpipe_cli.train.prepare.ready import Setup
 
 FREE_KEYS = (
     *("output_dir", "pipeline", "nodes", "hardware", "weights", "load_in_16bit", "report_to", "hub_model_id"),
-    "resume_from_checkpoint",
+    *("resume_from_checkpoint", "distill.teacher"),
     *("logging_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "early_stopping_patience"),
     *("eval_steps", "eval_datasets", "eval_samples", "eval_max_new_tokens"),
     *("on_oom", "on_device_loss", "on_nonfinite", "check_longest_rows", "watchdog_s"),
 )
-"""Keys that may change at a resume: they do not change what is computed."""
+"""Keys that may change at a resume: they do not change what is computed, or what they name is compared by content."""
 GROWING_KEYS = ("max_steps", "num_train_epochs")
 """Keys whose values may become larger at a resume."""
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
@@ -110,6 +110,7 @@ def run_state(setup: Setup) -> dict[str, Any]:
         "model_hash": setup.model_hash,
         "config_hash": setup.config_hash,
         "start_hash": setup.start_hash,
+        "teacher_hash": setup.teacher and setup.teacher.content_hash,
         "fused": fused_counts(setup.fused),
         "loss": loss_name(setup.loss),
         "computed_by": _computed_by(setup),
@@ -287,6 +288,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         ("model (files)", "model_hash", setup.model_hash),
         ("model (config.json)", "config_hash", setup.config_hash),
         ("lora.start_from (files)", "start_hash", setup.start_hash),
+        ("distill.teacher (scores)", "teacher_hash", setup.teacher and setup.teacher.content_hash),
         ("loss (function)", "loss", loss_name(setup.loss)),
         ("kernels (fused modules)", "fused", fused_counts(setup.fused)),
     ):

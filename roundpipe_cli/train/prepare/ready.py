@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.settings import head_chunk_tokens
+from roundpipe_cli.data.teacher import Teacher
 from roundpipe_cli.data.tokenized import (
     Row,
     TokenizedDataset,
@@ -45,6 +46,8 @@ class Setup:
     """PEFT's model around it, or None for full fine-tuning."""
     split: ModelSplit
     store: WeightStore
+    teacher: Teacher | None
+    """Of an objective that has one."""
     base_files: BaseFiles
     """Files of the base model that a whole result keeps."""
     model_hash: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DataReport
 from roundpipe_cli.data.settings import DataSettings, spec_of
+from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, template_hash, vocabulary_hash
 from roundpipe_cli.data.tokenized import (
     Row,
     TokenizedDataset,
@@ -24,9 +26,11 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell, tell_notices
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.prepare.trainable import (
     same_named,
 )
+from roundpipe_cli.units import counted
 
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
@@ -46,6 +50,38 @@ def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) ->
     if loaded.recipe.objective_kind.rows.figure == "label":
         more = [describe_labels(loaded.recipe, dataset.report)]
     return replace(dataset, notices=(*dataset.notices, *more))
+
+
+def read_teacher(
+    loaded: LoadedRecipe, dataset: TokenizedDataset, tokenizer: Any, num_tokens: int | None = None
+) -> Teacher | None:
+    """The teacher's figures, of all rows to train on; None: the objective has no teacher.
+
+    Args:
+        num_tokens: of the student's vocabulary; None: the figures are only checked.
+
+    Raises:
+        RefusedError: they are not whole, or of other rows, or another tokenizer's.
+    """
+    recipe = loaded.recipe
+    if not recipe.objective_kind.needs_teacher:
+        return None
+    copy_to = None if num_tokens is None else named_path(recipe.output_dir)
+    folder, header = find_teacher(recipe.distill.teacher, loaded.folder)
+    own = {"vocabulary_hash": vocabulary_hash(tokenizer), "template_hash": template_hash(dataset.chat_template)}
+    others = [key for key, value in own.items() if header.get(key) != value]
+    others += ["max_seq_length"] if header.get("max_seq_length") != recipe.max_seq_length else []
+    teacher = open_teacher(folder, header, num_tokens=num_tokens or sys.maxsize, copy_to=copy_to)
+    lacking = teacher.lacking(dataset.rows)
+    if not lacking and "vocabulary_hash" not in others:
+        return teacher
+    such = f", such as {dataset.where(lacking[0].row_id)}" if lacking else ""
+    found = f"{counted(len(lacking), 'row')} without scores{such}; others: {', '.join(others) or 'no key compared'}"
+    what, hint = (
+        "the teacher's scores are not of these rows",
+        "score them with this recipe, model=TEACHER, another --to",
+    )
+    raise RefusedError(what, str(folder), found, "the same vocabulary, tokens and trained places", hint)
 
 
 def describe_labels(recipe: Recipe, report: DataReport) -> str:

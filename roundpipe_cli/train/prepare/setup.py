@@ -68,6 +68,7 @@ from roundpipe_cli.train.prepare.rows import (
     describe_padded_to_chunks,
     evaluation_rows,
     read_rows,
+    read_teacher,
     refuse_unknown_ids,
 )
 from roundpipe_cli.train.prepare.steps import mix_of, rows_of_steps
@@ -226,6 +227,9 @@ def prepare(
     base_files = base_files.with_tokenizer(source, tokenizer)
     tell_notices(tell, *new.describe(dataset.rows))
     refuse_unknown_ids(model, tokenizer, dataset.sides, evaluation)
+    vocabulary = config.get_text_config().vocab_size
+    teacher = read_teacher(loaded, dataset, tokenizer, vocabulary)
+    tell_notices(tell, *(() if teacher is None else teacher.describe(evaluation)))
     recipe = with_packing(recipe, model, split, dataset, tell=tell)
     sampler = rows_of_steps(recipe, dataset) if trains else None  # too few rows are reported now
     if recipe.lr_scheduler_kwargs and sampler is not None:
@@ -250,13 +254,14 @@ def prepare(
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
-    chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
+    chunk = head_chunk_tokens(recipe.head_chunk_tokens, vocabulary)
     return Setup(
         recipe=replace(recipe, head_chunk_tokens=chunk),
         source=source,
         tokenizer=tokenizer,
         dataset=dataset,
         eval_rows=evaluation,
+        teacher=teacher,
         devices=devices,
         model=model,
         peft_model=peft_model,
