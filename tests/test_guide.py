@@ -23,7 +23,7 @@ from tests.support.e2e import REPOSITORY, STAGES_OF_TWO, launch, make_model, mak
 from tests.test_words import readme_commands, reason_not_to_run
 
 README = REPOSITORY / "README.md"
-STAND_INS = {"Qwen/Qwen3-4B": "model"}
+STAND_INS = {"Qwen/Qwen3-4B": "model", "model=TEACHER": "model=model"}
 """Words of a command -> what is given in their place."""
 SHORT = [
     *("dtype=float32", "max_steps=2", "max_seq_length=256"),

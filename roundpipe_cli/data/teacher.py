@@ -31,7 +31,7 @@ COLUMNS: Mapping[str, Any] = {"top_ids": np.int32, "top_log_probabilities": np.f
 MOST = 1.001
 """Largest probability that is float16's rounding."""
 
-Figures = list[npt.NDArray[Any]]
+TargetFigures = list[npt.NDArray[Any]]
 """Arrays of `COLUMNS`: [N, K], [N, K] and [N]."""
 
 
@@ -77,8 +77,8 @@ class Teacher:
     header: Mapping[str, Any]
     places: Mapping[str, tuple[int, int]]
     """Digest of a row -> where its targets begin and end in `arrays`."""
-    arrays: Figures
-    """Of all rows end to end; none where they were only checked."""
+    arrays: TargetFigures
+    """Figures of all rows end to end; none where they were only checked."""
     content_hash: str
     """SHA-256 over all tables' digests and figures."""
     mean_left: float
@@ -92,8 +92,8 @@ class Teacher:
         start, stop = self.places.get(row_digest(row), (0, -1))
         return stop - start
 
-    def figures(self, rows: Iterable[Row]) -> Figures:
-        """Of the targets of these rows, in their order."""
+    def figures(self, rows: Iterable[Row]) -> TargetFigures:
+        """Figures of these rows' targets, in their order."""
         places = [slice(*self.places[row_digest(row)]) for row in rows]
         return [np.concatenate([one[place] for place in places]) for one in self.arrays]
 
@@ -118,7 +118,7 @@ def open_teacher(folder: Path, header: Mapping[str, Any], *, num_tokens: int, co
         RefusedError: they are not whole, or of tokens that the student does not have.
         ResourceError: the disk is full.
     """
-    ends, digests, arrays, digest, sums = [0], list[str](), Figures(), hashlib.sha256(), 0.0
+    ends, digests, arrays, digest, sums = [0], list[str](), TargetFigures(), hashlib.sha256(), 0.0
     with ExitStack() as stack:
         try:
             names = () if copy_to is None else COLUMNS
@@ -138,13 +138,13 @@ def open_teacher(folder: Path, header: Mapping[str, Any], *, num_tokens: int, co
             raise disk_error(error, copy_to or folder, "the teacher's figures") from error
     if len(digests) != header["rows"]:
         what, found = "the teacher's scores are not complete", f"{len(digests)} of {header['rows']} rows"
-        raise RefusedError(what, str(folder), found, hint="the command that made it, again: it continues")
+        raise RefusedError(what, where=str(folder), found=found, hint="the command that made it, again: it continues")
     places = dict(zip(digests, zip(ends, ends[1:], strict=False), strict=True))
     arrays = [one if one.dtype == np.float32 else one.reshape(-1, header["top_k"]) for one in arrays]
     return Teacher(folder, header, places, arrays, digest.hexdigest(), sums / max(1, ends[-1]))
 
 
-def _table(path: Path, top_k: int, num_tokens: int) -> tuple[list[str], npt.NDArray[Any], Figures]:
+def _table(path: Path, top_k: int, num_tokens: int) -> tuple[list[str], npt.NDArray[Any], TargetFigures]:
     """Digests of a table's rows, their numbers of targets, and its checked figures."""
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet

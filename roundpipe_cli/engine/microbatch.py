@@ -56,7 +56,7 @@ class MicrobatchState:
     """float32 [N]; None: 1."""
     preference: Preference | None = None
     teacher: TeacherScores | None = None
-    """Of the N target tokens."""
+    """Figures of the N target tokens."""
     part_sums: torch.Tensor | None = None
     """As `HeadResult.part_sums`."""
     scores: HeadScores | None = None

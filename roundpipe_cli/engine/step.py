@@ -31,7 +31,7 @@ class Microbatch:
     weights: torch.Tensor | None = None
     """float32 [B, T]: factor of each label's loss, 0 or more; None: 1."""
     teacher: TeacherScores | None = None
-    """Of the target tokens, in the order of `target_rows`; None: the loss is cross entropy alone."""
+    """Figures of the target tokens, in the order of `target_rows`; None: the loss is cross entropy alone."""
 
     @property
     def num_units(self) -> float:

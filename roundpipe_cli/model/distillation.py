@@ -34,7 +34,7 @@ class TeacherScores:
     top_ids: torch.Tensor
     """int32 [N, K], different ones at each target's place."""
     top_log_probabilities: torch.Tensor
-    """Of these tokens, [N, K], of any floating type."""
+    """[N, K], of any floating type."""
     mass_left: torch.Tensor
     """float32 [N]: probability of all other tokens."""
     weight: float

@@ -39,7 +39,7 @@ class HeadTargets:
     weights: torch.Tensor | None = None
     """float32 [N]: factor of each target's loss; None: 1."""
     teacher: TeacherScores | None = None
-    """Of the targets, to which the loss then compares the model; None: it is cross entropy alone."""
+    """Figures of the targets, to which the loss compares the model; None: it is cross entropy alone."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,10 @@ def _scaled_loss(
 
 
 def _taught_loss(
-    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, loss: HeadLoss, factors: torch.Tensor | None
+    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, *, scale: float, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `_scaled_loss`, and the sums of the loss's parts."""
-    scales = loss.gradient_scale if factors is None else factors * loss.gradient_scale
-    entropy, kl, gradient = distilled_loss(logits, targets, teacher, scales)
+    entropy, kl, gradient = distilled_loss(logits, targets, teacher, scale if factors is None else factors * scale)
     each = 1.0 if factors is None else factors[:, 0]
     sums = torch.stack([(each * entropy).sum(), (each * kl).sum()])
     return (1 - teacher.weight) * sums[0] + teacher.kl_factor * sums[1], gradient.to(logits.dtype), sums
@@ -275,7 +274,8 @@ def run_head(
             loss_sum, grad_logits = _scaled_loss(logits, targets.ids[part], loss, factors)
         else:
             own = map_tensors(targets.teacher, itemgetter(part))
-            loss_sum, grad_logits, sums = _taught_loss(logits, targets.ids[part], own, loss, factors)
+            way = {"scale": loss.gradient_scale, "factors": factors}
+            loss_sum, grad_logits, sums = _taught_loss(logits, targets.ids[part], own, **way)
             result.part_sums = sums if result.part_sums is None else result.part_sums + sums
         result.loss_sum += loss_sum
         if not logits.requires_grad:

@@ -271,8 +271,8 @@ class DistillConfig:
     """Share of the divergence from the teacher in the loss; the rest is cross entropy. 0.5 is torchtune's default, too.
     1 learns from the teacher alone."""
     temperature: Annotated[float, Range(0, above=True)] = 1.0
-    """Both models' probabilities are raised to 1 / temperature, and the divergence times temperature^2. Above 1, less
-    probable tokens weigh more; of those that the scores left out only the sum is known, so 1 is safe."""
+    """Probabilities of student and teacher are raised to 1 / temperature, and the divergence times temperature^2. Above
+    1, less probable tokens weigh more; of those that the scores left out only the sum is known, so 1 is safe."""
 
 
 @dataclass(frozen=True, kw_only=True)

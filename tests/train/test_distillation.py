@@ -1,20 +1,45 @@
-"""Distillation: the step by plain PyTorch with full logits, any workers, and a run from scores to a student's result."""
+"""Distillation: the step by plain PyTorch with full logits, any workers, runs from a folder of scores, bad folders."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.compute
 import pytest
 import torch
+from pyarrow import parquet
 from torch import nn
+from transformers import AutoTokenizer
 
 from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.distillation import TeacherScores
 from roundpipe_cli.model.head import target_rows
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.prepare.rows import read_rows, read_teacher
+from tests.support.e2e import (
+    STAGES,
+    edit_json,
+    finetune,
+    launch,
+    make_model,
+    make_workspace,
+    metrics,
+    numbers,
+    run,
+    write_rows,
+)
 from tests.support.tiny import Rig, make_rig, random_microbatches
 from tests.train.test_row_weights import SIZES, step
+from tests.train.test_score import small_windows
 
 VOCABULARY = 128
 
@@ -33,8 +58,8 @@ def taught(microbatches: list[Microbatch], kept: int, weight: float, temperature
 
 
 def plain_loss(rig: Rig, microbatches: list[Microbatch]) -> float:
-    """The definition with full logits in float64, and its gradients by autograd: K + 1 outcomes, or the plain divergence
-    at a temperature where the teacher kept the whole vocabulary."""
+    """The definition with full logits in float64, and its gradients by autograd: K + 1 outcomes, or where the teacher
+    kept the whole vocabulary the plain divergence."""
     rig.plain.zero_grad(set_to_none=True)
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for one in microbatches:
@@ -62,7 +87,9 @@ def plain_loss(rig: Rig, microbatches: list[Microbatch]) -> float:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize(("kept", "weight", "temperature"), [(VOCABULARY, 1.0, 2.0), (VOCABULARY, 0.5, 1.0), (8, 0.7, 1.5)])
+@pytest.mark.parametrize(
+    ("kept", "weight", "temperature"), [(VOCABULARY, 1.0, 2.0), (VOCABULARY, 0.5, 1.0), (8, 0.7, 1.5)]
+)
 def test_loss_and_gradients_are_those_of_full_logits(method: str, kept: int, weight: float, temperature: float) -> None:
     """The chunks of the head have 5 targets; the second microbatch has weights."""
     rig = make_rig("llama", method)
@@ -79,3 +106,185 @@ def test_loss_and_gradients_are_those_of_full_logits(method: str, kept: int, wei
     for num_workers, copy in ((1, False), (3, True)):
         again, same = step(rig, microbatches, num_workers, copy=copy)
         assert again == loss and all(torch.equal(*pair) for pair in zip(same, gradients, strict=True))
+
+
+# -- from scores to a result -----------------------------------------------------------------------------------------
+
+
+def distill(**changes: Any) -> dict[str, Any]:
+    return {"objective": "distill", "distill": {"teacher": "scores", "temperature": 2.0}, **STAGES, **changes}
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A workspace whose recipe distills, with the scores of another model in `scores`."""
+    work = make_workspace(tmp_path_factory.mktemp("taught") / "work", model, **distill())
+    make_model(work / "teacher", seed=1)
+    words = ("score", "recipe.yaml", "rows.jsonl", "model=teacher", "--top-k", "5")
+    launch(work, *words, "--to", "scores", before=small_windows).finish().expect(0)
+    run(work, *words[:4], "--to", "lines").expect(0)
+    return work
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("packing=true",),
+        ("pipeline.sequence_chunks=2",),
+        ("method=full",),
+        ("kernels=reference", "load_in_fp8=true"),
+    ],
+    ids=str,
+)
+def test_any_workers_and_a_kill_train_the_same_bits(scored: Path, words: tuple[str, ...]) -> None:
+    name = "-".join(words) or "plain"
+    for count in (2, 1, 3):
+        devices = f"pipeline.devices=[{','.join(['cpu'] * count)}]"
+        finetune(scored, *words, devices, f"output_dir={name}{count}", "max_steps=3", "pipeline.forward_stages=auto",
+                 "pipeline.backward_stages=auto").expect(0)  # fmt: skip
+        assert numbers(scored / f"{name}{count}") == numbers(scored / f"{name}2")
+    for row in metrics(scored / f"{name}2"):
+        assert row["loss"] == pytest.approx(0.5 * row["nll_loss"] + 0.5 * 4 * row["kl"], rel=1e-6) and row["kl"] > 0
+    killed = (*words, "max_steps=3", "save_steps=1", f"output_dir={name}-killed")
+    assert finetune(scored, *killed, fault="optimizer:kill:step=2").code == -9
+    finetune(scored, *killed, "--resume").expect(0)
+    assert numbers(scored / f"{name}-killed") == numbers(scored / f"{name}2")
+
+
+def test_evaluations_say_cross_entropy_and_divergence(scored: Path) -> None:
+    """The first is that of a run on labels alone; rows without scores are evaluated by it alone, and `data` tells."""
+    words = ("max_steps=2", "learning_rate=1e-30", "eval_datasets=[{path: rows.jsonl}]")
+    done = finetune(scored, *words, "output_dir=taught").expect(0)
+    finetune(scored, *words, "objective=sft", "output_dir=labels").expect(0)
+    (row,), (other,) = (
+        [json.loads(line) for line in (scored / name / "eval.jsonl").read_text().splitlines()]
+        for name in ("taught", "labels")
+    )
+    assert row["loss_hex"] == other["loss_hex"] and row["perplexity"] == other["perplexity"] and "kl" not in other
+    assert row["kl"] > 0 and re.search(r"perplexity \S+  kl \d", done.out + done.err)
+    shown = run(scored, "data", "recipe.yaml", "--json").expect(0)
+    assert any("5 tokens at each place" in note for note in json.loads(shown.out)["notices"])
+    write_rows(scored / "others.jsonl", 12)
+    done = finetune(scored, "max_steps=1", "eval_datasets=[{path: others.jsonl}]", "output_dir=alone").expect(0)
+    assert "cross entropy alone, as the teacher has no scores of 2 rows" in done.err
+
+
+def test_a_resume_takes_scores_elsewhere_and_refuses_others(scored: Path) -> None:
+    words = ("save_steps=1", "output_dir=resumed")
+    finetune(scored, *words, "max_steps=1").expect(0)
+    (scored / "moved").mkdir()
+    for path in (scored / "scores").iterdir():
+        (scored / "moved" / path.name).write_bytes(path.read_bytes())
+    finetune(scored, *words, "max_steps=2", "distill.teacher=moved", "--resume").expect(0)
+    changed(scored / "moved", lambda table: table.set_column(1, "mass_left", halved(table["mass_left"])))
+    done = finetune(scored, *words, "max_steps=3", "distill.teacher=moved", "--resume")
+    assert done.code == 2 and "distill.teacher (scores)" in done.err
+
+
+def halved(column: Any) -> Any:
+    made = column.combine_chunks()
+    return pyarrow.ListArray.from_arrays(
+        made.offsets, pyarrow.compute.multiply(made.flatten(), pyarrow.scalar(0.5, "float32"))
+    )
+
+
+def changed(folder: Path, change: Callable[[Any], Any]) -> None:
+    path = sorted(folder.glob("tokens-*"))[1]
+    parquet.write_table(
+        change(parquet.read_table(path).select(["digest", "mass_left", "top_ids", "top_log_probabilities"])), path
+    )
+
+
+def with_value(name: str, value: float) -> Callable[[Any], Any]:
+    """A table whose column's first value is this one."""
+
+    def change(table: Any) -> Any:
+        made = table[name].combine_chunks()
+        flat = made.flatten().to_numpy(zero_copy_only=False).copy()
+        flat[0] = value
+        column = pyarrow.ListArray.from_arrays(made.offsets, pyarrow.array(flat))
+        return table.set_column(table.column_names.index(name), name, column)
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    path = sorted(folder.glob("tokens-*"))[1]
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def wide(table: Any) -> Any:
+    return table.set_column(
+        table.column_names.index("top_log_probabilities"), "top_log_probabilities", table["mass_left"]
+    )
+
+
+def one_token_less(table: Any) -> Any:
+    column = pyarrow.array([each[:-1] for each in table["top_ids"].to_pylist()], pyarrow.list_(pyarrow.int32()))
+    return table.set_column(table.column_names.index("top_ids"), "top_ids", column)
+
+
+def keep(folder: Path) -> None:
+    """The scores are good."""
+
+
+def first_value(name: str, value: float) -> Callable[[Path], None]:
+    return lambda folder: changed(folder, with_value(name, value))
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "no folder": (shutil.rmtree, "", "no scores are there to learn from"),
+    "no header": (lambda folder: (folder / "header.json").unlink(), "", "no scores are there"),
+    "another file": (lambda folder: (folder / "header.json").write_text("[1]"), "", "no scores are there"),
+    "a table is cut": (cut, "", "the teacher's scores are damaged"),
+    "a table is gone": (lambda folder: sorted(folder.glob("tokens-*"))[1].unlink(), "", "are not complete"),
+    "no ids": (lambda folder: changed(folder, lambda table: table.drop_columns(["top_ids"])), "", "are damaged"),
+    "NaN": (first_value("top_log_probabilities", math.nan), "", "no finite number"),
+    "above 1": (first_value("mass_left", 1.5), "", "not from 0 to 1"),
+    "below 0": (first_value("mass_left", -0.5), "", "not from 0 to 1"),
+    "an id": (first_value("top_ids", 300), "", "not all in the student's vocabulary"),
+    "fewer tokens": (lambda folder: changed(folder, one_token_less), "", "not 5 tokens at each place"),
+    "float32": (lambda folder: changed(folder, wide), "", "columns of other types"),
+    "other rows": (
+        lambda folder: write_rows(folder.parent / "rows.jsonl", 12),
+        "",
+        "2 rows without scores, such as rows",
+    ),
+    "shorter rows": (keep, "max_seq_length=40", "others: max_seq_length"),
+    "trained prompts": (keep, "train_on_inputs=true", "10 rows without scores"),
+    "a template": (
+        lambda folder: edit_json(folder / "header.json", template_hash="0" * 64),
+        "max_seq_length=40",
+        "others: template_hash, max_seq_length",
+    ),
+    "a vocabulary": (
+        lambda folder: edit_json(folder / "header.json", vocabulary_hash=""),
+        "",
+        "others: vocabulary_hash",
+    ),
+    "no tables": (keep, "distill.teacher=lines", "these scores have no tables to learn from"),
+    "no teacher": (keep, "distill.teacher=null", "objective distill needs a teacher's scores"),
+    "smoothing": (keep, "label_smoothing_factor=0.1", "the teacher smooths"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_scores_that_are_not_the_rows_own_are_one_error(
+    name: str, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, word, expected = BAD[name]
+    for file in ("rows.jsonl", "recipe.yaml"):
+        shutil.copy(scored / file, tmp_path / file)
+    for folder in ("scores", "lines"):
+        shutil.copytree(scored / folder, tmp_path / folder)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    change(tmp_path / "scores")
+    with pytest.raises((RefusedError, RecipeError)) as caught:
+        loaded, tokenizer = (
+            load_recipe("recipe.yaml", [word] if word else []),
+            AutoTokenizer.from_pretrained(scored / "model"),
+        )
+        read_teacher(loaded, read_rows(loaded, tokenizer, True, str), tokenizer, 300)
+    assert len(caught.value.problems) == 1 and expected in str(caught.value)

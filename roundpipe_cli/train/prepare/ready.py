@@ -47,7 +47,7 @@ class Setup:
     split: ModelSplit
     store: WeightStore
     teacher: Teacher | None
-    """Of an objective that has one."""
+    """Figures of the rows, where the objective has a teacher."""
     base_files: BaseFiles
     """Files of the base model that a whole result keeps."""
     model_hash: str = ""

@@ -81,7 +81,8 @@ def read_teacher(
         "the teacher's scores are not of these rows",
         "score them with this recipe, model=TEACHER, another --to",
     )
-    raise RefusedError(what, str(folder), found, "the same vocabulary, tokens and trained places", hint)
+    expected = "the same vocabulary, tokens and trained places"
+    raise RefusedError(what, where=str(folder), found=found, expected=expected, hint=hint)
 
 
 def describe_labels(recipe: Recipe, report: DataReport) -> str:
