@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import HEADER_NAME
@@ -38,11 +37,6 @@ TargetFigures = list[npt.NDArray[Any]]
 def row_digest(row: Row) -> str:
     """SHA-256 of a row's ids, then its labels, both int32 in little-endian order."""
     return hashlib.sha256(row.input_ids.astype("<i4").tobytes() + row.labels.astype("<i4").tobytes()).hexdigest()
-
-
-def template_hash(template: str | None) -> str | None:
-    """SHA-256 of a chat template; None: there is none."""
-    return template and hashlib.sha256(template.encode()).hexdigest()
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -86,11 +80,7 @@ class Teacher:
 
     def lacking(self, rows: Iterable[Row]) -> list[Row]:
         """The rows that it has no figures for."""
-        return [row for row in rows if self._count(row) != np.count_nonzero(row.labels[1:] != IGNORED_LABEL)]
-
-    def _count(self, row: Row) -> int:
-        start, stop = self.places.get(row_digest(row), (0, -1))
-        return stop - start
+        return [row for row in rows if row_digest(row) not in self.places]
 
     def figures(self, rows: Iterable[Row]) -> TargetFigures:
         """Figures of these rows' targets, in their order."""

@@ -47,23 +47,21 @@ class TeacherScores:
         return self.weight * self.temperature**2
 
 
-def _compare(
-    log_probabilities: torch.Tensor, ids: torch.Tensor, teacher: TeacherScores
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def compare(log_probabilities: torch.Tensor, teacher: TeacherScores) -> tuple[torch.Tensor, ...]:
     """The divergence and what its gradient is made of; `log_probabilities` [N, V], the student's, are written over.
 
     Returns:
         kl [N]; q' - p' and log q, both [N, K + 1] (or K); sums of what is then in `log_probabilities`, [N, 1] (or 0):
         r times them, 0 at kept tokens. All float64.
     """
-    kept, left = log_probabilities.gather(1, ids).double(), teacher.mass_left.double()[:, None]
+    ids, left = teacher.top_ids.long(), teacher.mass_left.double()[:, None]
+    kept = log_probabilities.gather(1, ids).double()
     others = log_probabilities.scatter_(1, ids, -torch.inf)
     if ids.shape[1] < others.shape[1]:
         most = others.amax(dim=1, keepdim=True)
         sums = others.sub_(most).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
         rest = most.double() + sums.log()
     else:  # no token is left
-        others.zero_()
         left, sums, rest = (left[:, :0],) * 3
     log_student = torch.cat([kept, rest], dim=1)
     log_teacher = torch.cat([teacher.top_log_probabilities.double(), left.log()], dim=1)
@@ -73,25 +71,24 @@ def _compare(
     return kl, cold_student.exp() - share, log_student, sums
 
 
-def divergence_sum(
-    log_probabilities: torch.Tensor, teacher: TeacherScores, factors: torch.Tensor | float = 1.0
-) -> torch.Tensor:
-    """Sum of `factors` times kl over a chunk's targets, 0-dim float64; `log_probabilities` [N, V] are written over."""
-    return (factors * _compare(log_probabilities, teacher.top_ids.long(), teacher)[0]).sum()
-
-
 def distilled_loss(
-    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, scales: torch.Tensor | float
+    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, factors: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross entropy and kl of each target of a chunk, float64 [N], and the gradient of `scales` times their losses with
-    respect to the logits, float32 [N, V]; `scales`: [N, 1] or one for all."""
+    """Loss of a chunk's targets with `factors` [N, 1] (None: 1).
+
+    Returns:
+        its sum, float64; its gradient times `scale` with respect to the logits, of their type [N, V]; sums of cross
+        entropy and of kl, float64 [2].
+    """
     gradient = torch.log_softmax(logits.detach().float(), dim=-1)
     picked, ids, hard = gradient.gather(1, targets[:, None]), teacher.top_ids.long(), 1 - teacher.weight
-    kl, slopes, log_student, sums = _compare(gradient, ids, teacher)
-    slopes = scales * (hard * log_student.exp() + teacher.kl_factor / teacher.temperature * slopes)
+    kl, slopes, log_student, sums = compare(gradient, teacher)
+    each = torch.ones_like(picked) if factors is None else factors
+    slopes = scale * each * (hard * log_student.exp() + teacher.kl_factor / teacher.temperature * slopes)
     kept, rest = slopes.split([ids.shape[1], sums.shape[1]], dim=1)
     if rest.shape[1]:
         gradient.mul_((rest / sums).float())
     gradient.scatter_(1, ids, kept.float())
-    gradient.scatter_add_(1, targets[:, None], torch.zeros_like(picked).sub_(hard * scales))
-    return -picked[:, 0].double(), kl, gradient
+    gradient.scatter_add_(1, targets[:, None], -hard * scale * each)
+    parts = (each * torch.stack([-picked[:, 0].double(), kl], dim=1)).sum(dim=0)
+    return hard * parts[0] + teacher.kl_factor * parts[1], gradient.to(logits.dtype), parts

@@ -16,7 +16,7 @@ import torch
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
-from roundpipe_cli.model.distillation import TeacherScores, distilled_loss, divergence_sum
+from roundpipe_cli.model.distillation import TeacherScores, compare, distilled_loss
 from roundpipe_cli.model.sequence_loss import Preference, sequence_loss, sequence_sums
 from roundpipe_cli.model.taps import GradientTaps, before_views
 
@@ -155,16 +155,6 @@ def _scaled_loss(
     return _loss_of(parts, loss.label_smoothing, factors), values
 
 
-def _taught_loss(
-    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, *, scale: float, factors: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_scaled_loss`, and the sums of the loss's parts."""
-    entropy, kl, gradient = distilled_loss(logits, targets, teacher, scale if factors is None else factors * scale)
-    each = 1.0 if factors is None else factors[:, 0]
-    sums = torch.stack([(each * entropy).sum(), (each * kl).sum()])
-    return (1 - teacher.weight) * sums[0] + teacher.kl_factor * sums[1], gradient.to(logits.dtype), sums
-
-
 _FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0", "IndexCopyBackward0"})
 """Operators whose backward does not read what they returned; a soft cap ends in a product."""
 
@@ -219,8 +209,8 @@ def score_head(
         if top_k:
             top.append(_take_top(log_probabilities, top_k))
         elif kl_sum is not None and targets.teacher is not None:
-            each = factors if isinstance(factors, int) else factors[:, 0]
-            kl_sum += divergence_sum(log_probabilities, map_tensors(targets.teacher, itemgetter(part)), each)
+            kl = compare(log_probabilities, map_tensors(targets.teacher, itemgetter(part)))[0]
+            kl_sum += (kl[:, None] * factors).sum()
     sums = sequence_sums(every, targets.indices, (hidden.shape[0], hidden.shape[1]))
     return HeadScores(loss_sum, every, sums, *map(torch.cat, zip(*top, strict=True)), kl_sum=kl_sum)
 
@@ -274,8 +264,8 @@ def run_head(
             loss_sum, grad_logits = _scaled_loss(logits, targets.ids[part], loss, factors)
         else:
             own = map_tensors(targets.teacher, itemgetter(part))
-            way = {"scale": loss.gradient_scale, "factors": factors}
-            loss_sum, grad_logits, sums = _taught_loss(logits, targets.ids[part], own, **way)
+            taught = distilled_loss(logits, targets.ids[part], own, factors, loss.gradient_scale)
+            loss_sum, grad_logits, sums = taught
             result.part_sums = sums if result.part_sums is None else result.part_sums + sums
         result.loss_sum += loss_sum
         if not logits.requires_grad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DataReport
 from roundpipe_cli.data.settings import DataSettings, spec_of
-from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, template_hash, vocabulary_hash
+from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, vocabulary_hash
 from roundpipe_cli.data.tokenized import (
     Row,
     TokenizedDataset,
@@ -68,19 +69,17 @@ def read_teacher(
         return None
     copy_to = None if num_tokens is None else named_path(recipe.output_dir)
     folder, header = find_teacher(recipe.distill.teacher, loaded.folder)
-    own = {"vocabulary_hash": vocabulary_hash(tokenizer), "template_hash": template_hash(dataset.chat_template)}
+    template = dataset.chat_template and sha256(dataset.chat_template.encode()).hexdigest()
+    own: dict[str, Any] = {"vocabulary_hash": vocabulary_hash(tokenizer), "template_hash": template}
+    own["max_seq_length"] = recipe.max_seq_length
     others = [key for key, value in own.items() if header.get(key) != value]
-    others += ["max_seq_length"] if header.get("max_seq_length") != recipe.max_seq_length else []
     teacher = open_teacher(folder, header, num_tokens=num_tokens or sys.maxsize, copy_to=copy_to)
     lacking = teacher.lacking(dataset.rows)
     if not lacking and "vocabulary_hash" not in others:
         return teacher
     such = f", such as {dataset.where(lacking[0].row_id)}" if lacking else ""
     found = f"{counted(len(lacking), 'row')} without scores{such}; others: {', '.join(others) or 'no key compared'}"
-    what, hint = (
-        "the teacher's scores are not of these rows",
-        "score them with this recipe, model=TEACHER, another --to",
-    )
+    what, hint = "the teacher's scores are not of these rows", "score them by this recipe, model=TEACHER"
     expected = "the same vocabulary, tokens and trained places"
     raise RefusedError(what, where=str(folder), found=found, expected=expected, hint=hint)
 
