@@ -72,7 +72,7 @@ def compare(log_probabilities: torch.Tensor, teacher: TeacherScores) -> tuple[to
 
 
 def distilled_loss(
-    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, factors: torch.Tensor | None, scale: float
+    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherScores, factors: torch.Tensor | None, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of a chunk's targets with `factors` [N, 1] (None: 1).
 

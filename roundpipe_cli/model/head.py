@@ -212,7 +212,9 @@ def score_head(
             kl = compare(log_probabilities, map_tensors(targets.teacher, itemgetter(part)))[0]
             kl_sum += (kl[:, None] * factors).sum()
     sums = sequence_sums(every, targets.indices, (hidden.shape[0], hidden.shape[1]))
-    return HeadScores(loss_sum, every, sums, *map(torch.cat, zip(*top, strict=True)), kl_sum=kl_sum)
+    scores = HeadScores(loss_sum, every, sums, *map(torch.cat, zip(*top, strict=True)))
+    scores.kl_sum = kl_sum
+    return scores
 
 
 def _take_top(log_probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -264,7 +266,7 @@ def run_head(
             loss_sum, grad_logits = _scaled_loss(logits, targets.ids[part], loss, factors)
         else:
             own = map_tensors(targets.teacher, itemgetter(part))
-            taught = distilled_loss(logits, targets.ids[part], own, factors, loss.gradient_scale)
+            taught = distilled_loss(logits, targets.ids[part], own, factors, scale=loss.gradient_scale)
             loss_sum, grad_logits, sums = taught
             result.part_sums = sums if result.part_sums is None else result.part_sums + sums
         result.loss_sum += loss_sum

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from roundpipe_cli.choices import SCORING_OBJECTIVES, objectives_of
+from roundpipe_cli.choices import OBJECTIVES, objectives_of
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, NAMES
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
@@ -233,7 +233,7 @@ program's is not read."""
 
 def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     """Reasons outlived their features: early stopping, the best weights and chat templates were all refused once."""
-    sections = ("lora", *SCORING_OBJECTIVES, "pipeline", "nodes")
+    sections = ("lora", *OBJECTIVES, "pipeline", "nodes")
     keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
     assert keys - NOT_OF_PEERS == set(SAMPLES)
     for name in (*known_keys(Recipe), *ALIASES):
