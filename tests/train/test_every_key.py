@@ -183,10 +183,13 @@ CASES = [
     for words in changed
 ]
 
+DISTILLED = "train/test_distillation.py::test_loss_and_gradients_are_those_of_full_logits"
 HELD = {
     "load_in_16bit": "train/test_published_forms.py::test_a_run_is_that_of_the_unpacked_weights",
     "revision": "cli/test_download.py::test_a_run_records_its_commit_and_keeps_to_it",
     "orpo.nll_on_prompt": "train/test_preference.py::test_a_run_without_a_reference_model",
+    "distill.teacher": "train/test_distillation.py::test_a_resume_takes_scores_elsewhere_and_refuses_others",
+    **dict.fromkeys(("distill.weight", "distill.temperature"), DISTILLED),
     "lora.start_from": "train/test_training_options.py::test_an_adapter_is_trained_further",
     "max_steps": "planning/test_plan_cli.py::test_time_to_finish_counts_rows_or_steps",
     "num_train_epochs": "planning/test_plan_cli.py::test_time_to_finish_counts_rows_or_steps",
