@@ -123,11 +123,11 @@ def answer_all(model_name: str, adapter: Path, prompts: list[str], max_new_token
     import torch
 
     from roundpipe_cli.model.files.source import resolve_model
-    from roundpipe_cli.train.result.generate import Prompt, answer, load_result, move_to_gpu
+    from roundpipe_cli.train.result.generate import Prompt, answer_prompts, load_result, move_to_gpu
 
     def answer_text(asked: Prompt) -> str:
         """Answer, with ` ...` behind one that was cut off at `max_new_tokens`."""
-        found = answer(model, tokenizer, asked, is_shown=False)
+        (found,) = answer_prompts(model, tokenizer, [asked], is_shown=False)
         return found.text.strip() + ("" if found.is_ended else " ...")
 
     source = resolve_model(model_name, revision=None, recipe_folder=Path.cwd(), offline=False)

@@ -235,6 +235,27 @@ def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
     assert "not valid UTF-8" in typed(trained, *words, text=b"a\xff\n").expect(2).err
 
 
+def test_streamed_answers_are_those_of_the_whole_model(trained: Path) -> None:
+    """To prompts of unequal lengths side by side, with weights in memory, and with most of them on disk."""
+    asked = ["Say x1: ", "Say a much longer x2, please: ", "x"]
+    (trained / "asked.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n\n" for one in asked))
+    expected = [by_peft(trained, ("user", one), num_tokens=12) for one in asked]
+    words = ("generate", "out", "--max-new-tokens", "12", "--dtype", "float32", "--offline")
+    done = run(trained, *words, asked[0], "--stream").expect(0)
+    assert done.out.strip("\n") == expected[0].strip("\n")
+    assert "of weights stay in host memory; at most about" in done.err and "on the processor in float32" in done.err
+    for more in ((), ("--weight-cache-gib", "0.0002"), ("--weight-cache-gib", "0")):
+        done = run(trained, *words, "--prompts", "asked.jsonl", "--batch-size", "2", *more).expect(0)
+        rows = [json.loads(line) for line in done.out.splitlines()]
+        assert [row["answer"] for row in rows] == expected and [row["prompt"] for row in rows] == asked
+        assert {row["tokens"] for row in rows} == {12} and not any(row["ended"] for row in rows)
+        assert ("come past from disk for each token" in done.err) == bool(more)
+    assert not list((trained / "out").glob(".tmp*"))
+    (trained / "asked.jsonl").write_text('{"prompt": "x"}\n{"question": "x"}\n')
+    assert "asked.jsonl:2" in run(trained, *words, "--prompts", "asked.jsonl").expect(2).err
+    assert "leave one of them out" in run(trained, *words, "x", "--prompts", "asked.jsonl").expect(2).err
+
+
 def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:
     """It ended at the tokenizer's alone, and said neither where nor how it answers."""
     work = tmp_path / "work"

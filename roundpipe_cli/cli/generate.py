@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli import torchrun
 from roundpipe_cli.cli.export import check_dtype, find_result, opened_result
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.regular_files import named_path, read_regular
 
 if TYPE_CHECKING:
     from roundpipe_cli.train.result.generate import Prompt, WholeAnswer
@@ -42,12 +45,30 @@ def generate(
         bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="A prompt a line, or rows of .jsonl; answers as JSON lines."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts of FILE answered together.")] = 16,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Keep weights on the host, as the run had them, whatever a device holds.")
+    ] = False,
+    weight_cache_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--weight-cache-gib", metavar="GIB", min=0.0, help="With --stream: on each device. [default: free]"
+        ),
+    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout, when the answer is whole.")
     ] = False,
 ) -> None:
-    """Answer a prompt with the result of a run, on the GPU with the most free memory where it fits, else the processor.
+    """Answer a prompt with the result of a run.
+
+    A model that fits, whole in --dtype, the GPU with the most free memory (host memory, where there is no GPU), is
+    loaded there. Others are streamed, as with --stream: the weights lie on the host as the run had them, packed too, or
+    on disk where memory is short. Devices keep what fits; the rest comes past for each token, once for a batch.
 
     Without a prompt it is a conversation: a line is a turn, /reset begins anew, /exit or Ctrl-D ends it.
 
@@ -61,42 +82,57 @@ def generate(
     check_dtype(dtype)
     if offline:
         go_offline()
+    if prompts is not None and prompt is not None:
+        raise RefusedError("prompts from two places", found="PROMPT and --prompts", hint="leave one of them out")
+    if (count := torchrun.this_process().count) > 1:
+        raise RefusedError("answers: not with several machines", found=f"{count} processes", hint="leave torchrun out")
     text = None if prompt is None else read_prompt(prompt)
     system = None if system is None else _checked(system, "--system")
     check_temperature(temperature)
-    with opened_result(found, base, offline=offline, needs_base=True, allowed=allow_other_base) as (result, source):
-        load_libraries()
-        from roundpipe_cli.model.files.source import resolve_model
-        from roundpipe_cli.train.result.generate import (
-            Prompt,
-            answer,
-            describe_answer,
-            has_template,
-            load_result,
-            move_to_gpu,
-        )
+    rows = None if prompts is None else read_prompts(prompts)
+    with contextlib.ExitStack() as stack:
+        opened = opened_result(found, base, offline=offline, needs_base=True, allowed=allow_other_base)
+        with opened as (result, source):
+            load_libraries()
+            from roundpipe_cli.cli.lines import LinePrinter
+            from roundpipe_cli.model.files.source import resolve_model
+            from roundpipe_cli.train.result.generate import Prompt, answer_prompts, describe_answer, has_template
+            from roundpipe_cli.train.streamed import opened_model
 
-        if source is None or found.kind == "model":
-            source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
-        model, tokenizer = load_result(result, source, dtype, is_adapter=found.kind == "adapter")
-    model = move_to_gpu(model, lambda text: say(f"note: {text}"))
-    say(describe_answer(model, tokenizer, temperature))
-    first = Prompt(text or "", system, max_new_tokens, temperature)
+            if source is None or found.kind == "model":
+                source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
+            opening = opened_model(
+                result,
+                source,
+                dtype,
+                is_adapter=found.kind == "adapter",
+                folder=output_dir,
+                stream=stream or weight_cache_gib is not None,
+                cache_bytes=None if weight_cache_gib is None else int(weight_cache_gib * 1024**3),
+                tell=LinePrinter(1),
+            )
+            model, tokenizer, where = stack.enter_context(opening)
+        say(describe_answer(model, tokenizer, temperature, where))
+        first = Prompt(text or "", system, max_new_tokens, temperature)
 
-    def show(asked: Prompt) -> WholeAnswer:
-        given = answer(model, tokenizer, asked, is_shown=not json_)
-        if json_:
-            document = {"prompt": asked.text, "system": system, "answer": given.text, "tokens": given.num_tokens}
-            say_json({**document, "ended": given.is_ended}, indent=None)
-        return given
+        def show(*asked: Prompt) -> WholeAnswer:
+            as_lines = json_ or rows is not None
+            given = answer_prompts(model, tokenizer, asked, is_shown=not as_lines)
+            for one, whole in zip(asked, given, strict=True) if as_lines else ():
+                document = {"prompt": one.text, "system": one.system, "answer": whole.text, "tokens": whole.num_tokens}
+                say_json({**document, "ended": whole.is_ended}, indent=None)
+            return given[-1]
 
-    if text is not None:
-        show(first)
-        return
-    keeps_turns = has_template(tokenizer)
-    if not keeps_turns:
-        say("note: the tokenizer has no chat template: each line is continued separately")
-    converse(first, show, keeps_turns=keeps_turns)
+        if rows is not None:
+            for start in range(0, len(rows), batch_size):
+                show(*(replace(first, **row) for row in rows[start : start + batch_size]))
+        elif text is not None:
+            show(first)
+        else:
+            keeps_turns = has_template(tokenizer)
+            if not keeps_turns:
+                say("note: the tokenizer has no chat template: each line is continued separately")
+            converse(first, show, keeps_turns=keeps_turns)
 
 
 CHAT_COMMANDS = {
@@ -179,6 +215,43 @@ def read_prompt(prompt: str) -> str:
         RefusedError: it is no UTF-8, or too long.
     """
     return _from_stdin(sys.stdin.buffer.read) if prompt == "-" else _checked(prompt, "PROMPT")
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Prompts of a file, each as the fields of `Prompt` that it sets: lines, or of .jsonl objects with a `prompt`, and
+    a `system` message.
+
+    Raises:
+        RefusedError: it cannot be read, or a line is no prompt.
+    """
+    import json
+
+    file = named_path(path)
+    try:
+        data = read_regular(file, MAX_PROMPT_BYTES)
+    except OSError as error:
+        raise RefusedError("the prompts cannot be read", where="--prompts", found=f"{file}: {error}") from error
+    lines = _checked(data.decode("utf-8-sig", errors="surrogateescape"), str(file)).split("\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row: Any = {"prompt": line.strip()}
+        if file.suffix == ".jsonl":
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+            is_row = isinstance(row, dict) and isinstance(row.get("prompt"), str)
+            if not is_row or not isinstance(row.get("system", ""), str | None):
+                raise RefusedError(
+                    "no prompt",
+                    where=f"{file}:{number}",
+                    found=line[:80],
+                    expected='an object {"prompt": "...", "system": "..."}, the second if wanted',
+                )
+        found.append({"text": row["prompt"], **({"system": row["system"]} if row.get("system") else {})})
+    if not found:
+        raise RefusedError("no prompts", where=str(file), found="no line that is not blank")
+    return found
 
 
 def _from_stdin(read: Callable[[int], bytes]) -> str:

@@ -209,7 +209,7 @@ def prepare(
     )
     config, base_files = config_and_files(source, recipe, tell)
     loaded = _with_microbatches(loaded, tell, smallest, asked)  # which may build the model: its type is known now
-    stored, packed_as = formats = _formats(source, recipe, tell)
+    stored, packed_as = formats = weight_formats(source, recipe, tell)
     fingerprint = Fingerprint(source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
@@ -241,7 +241,7 @@ def prepare(
     peft_model = put_into(model, split)
     adapted = describe_adapted_experts(model) if peft_model is not None else None
     tell_notices(tell, adapted, describe_reference(recipe, source, start))
-    packed = _packed_names(source, formats, model, split, tell=tell)
+    packed = names_to_pack(source, formats, model, split, tell=tell)
     proof = prove_once(model, split, recipe, build, tell)
     longest = max([int(dataset.lengths.max()), *(len(row.input_ids) for row in evaluation)])
     refuse_long_rows(longest, proof)
@@ -249,7 +249,7 @@ def prepare(
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
-    store = _make_store(recipe, layouts, tell, elsewhere(layouts))
+    store = make_weight_store(recipe, layouts, tell, elsewhere(layouts))
     kept = packed if packed_as == stored else ()
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
@@ -388,7 +388,7 @@ def _making_trainable(
     return put_into, build
 
 
-def _formats(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[PackedName | None, PackedName | None]:
+def weight_formats(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[PackedName | None, PackedName | None]:
     """Formats of the blocks' frozen weights, in the files and in the run; None: they are not packed."""
     stored = stored_as(source.config) if source.gguf_file is None else None
     packed_as = recipe.packed_from(stored)
@@ -402,7 +402,7 @@ def _formats(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[PackedNam
     return stored, packed_as
 
 
-def _packed_names(
+def names_to_pack(
     source: ModelSource,
     formats: tuple[PackedName | None, PackedName | None],
     model: nn.Module,
@@ -410,6 +410,7 @@ def _packed_names(
     *,
     tell: Tell,
 ) -> frozenset[str]:
+    """Names of the weights that are packed, of the model with its adapters."""
     stored, packed_as = formats
     packed = quantizable_names(model, split.blocks_path) if packed_as else frozenset()
     if packed_as is not None and packed_as == stored:
@@ -432,7 +433,9 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
     return found
 
 
-def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:
+def make_weight_store(
+    recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int] = ()
+) -> WeightStore:
     """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short."""
     num_bytes = sum(layout.num_bytes for layout in layouts)
     available = host_memory().available_bytes

@@ -1,4 +1,4 @@
-"""The result of a run, tried out: its answer to a prompt, by transformers' own generation."""
+"""The result of a run, tried out: its answers to prompts, by transformers' own generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roundpipe_cli.limited import run_limited
 from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config, refuse_unknown_keys
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import refusing
-from roundpipe_cli.model.load import auto_class, has_tokenizer, load_config, load_tokenizer
+from roundpipe_cli.model.load import auto_class, build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.train.prepare.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
@@ -62,6 +62,14 @@ ROOM_SHARE, ROOM_BYTES = 1.2, 512 * 1024**2
 """GPU memory that an answer takes, as a multiple of the weights and beside them: activations, keys and values."""
 
 
+def needs_streaming(source: ModelSource, dtype: str) -> bool:
+    """Whether the model, whole in this type, is too large for every GPU, or for host memory where there is none."""
+    model = build_skeleton(load_config(source), getattr(torch, dtype))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    free_bytes = [cuda.memory_bytes(index) for index in range(cuda.num_devices())]
+    return roomy_device(num_bytes, free_bytes or [host_memory().available_bytes]) is None
+
+
 def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bool) -> tuple[Any, Any]:
     """(model, tokenizer): base model and adapter, or a whole model.
 
@@ -79,8 +87,13 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
         )
         if adapter is not None:
             model = load_adapter(model, adapter, result)
+    return model.eval(), tokenizer_of(result, source, is_adapter=is_adapter)
+
+
+def tokenizer_of(result: Path, source: ModelSource, *, is_adapter: bool) -> Any:
+    """The result's own tokenizer; an adapter may have that of its base."""
     own = not is_adapter or has_tokenizer(result)
-    return model.eval(), load_tokenizer(ModelSource(str(result), result) if own else source)
+    return load_tokenizer(ModelSource(str(result), result) if own else source)
 
 
 def move_to_gpu(model: Any, tell: Say) -> Any:
@@ -127,38 +140,38 @@ def has_template(tokenizer: Any) -> bool:
     return find_template(tokenizer, None, None) is not None
 
 
-def describe_answer(model: Any, tokenizer: Any, temperature: float) -> str:
-    """The devices and settings with which the model answers, and what ends an answer."""
+def describe_answer(model: Any, tokenizer: Any, temperature: float, where: str | None = None) -> str:
+    """The devices (`where`, or the model's) and settings with which it answers, and what ends an answer."""
     ends = " ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in answer_ends(model, tokenizer))
     how = f"sampling at temperature {temperature:g}" if temperature > 0 else "the most probable tokens"
-    device = "the processor" if model.device.type == "cpu" else str(model.device)
+    device = where or ("the processor" if model.device.type == "cpu" else str(model.device))
     return f"on {device} in {str(model.dtype).removeprefix('torch.')}: {how}, up to {ends or 'the last'}"
 
 
-def answer(model: Any, tokenizer: Any, prompt: Prompt, *, is_shown: bool) -> WholeAnswer:
-    """The answer to a prompt. Without a chat template the prompt is continued as it is.
+def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_shown: bool) -> list[WholeAnswer]:
+    """The answers to prompts, computed side by side with the settings of the first. Without a chat template they are
+    continued as they are.
 
     What else the model's generation_config.json says holds too, such as top_p or a repetition penalty.
 
     Args:
-        is_shown: write the answer to stdout as it comes.
+        is_shown: write the answer, to an only prompt, to stdout as it comes.
     """
     from transformers import TextStreamer
 
-    if has_template(tokenizer):
-        text = run_limited(lambda: _render(tokenizer, prompt.messages), TEMPLATE_LIMITS)
-        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    else:
-        inputs = tokenizer(prompt.text, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": prompt.temperature} if prompt.temperature else {"do_sample": False}
+    ids = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
+    first, longest = prompts[0], max(map(len, ids))
+    sampling = {"do_sample": True, "temperature": first.temperature} if first.temperature else {"do_sample": False}
     ends = answer_ends(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    padded = [[pad or 0] * (longest - len(one)) + one for one in ids]  # an answer follows its prompt at once
+    masks = [[0] * (longest - len(one)) + [1] * len(one) for one in ids]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokens = model.generate(
-            input_ids=inputs["input_ids"].to(model.device),
-            attention_mask=inputs["attention_mask"].to(model.device),
-            max_new_tokens=prompt.max_new_tokens,
+            input_ids=torch.tensor(padded, device=model.device),
+            attention_mask=torch.tensor(masks, device=model.device),
+            max_new_tokens=first.max_new_tokens,
             pad_token_id=pad,
             eos_token_id=ends or None,
             num_beams=1,  # beams cannot be shown as they come
@@ -168,8 +181,23 @@ def answer(model: Any, tokenizer: Any, prompt: Prompt, *, is_shown: bool) -> Who
             **sampling,
         )
     sys.stdout.flush()
-    new = tokens[0, inputs["input_ids"].shape[1] :].tolist()
-    return WholeAnswer(tokenizer.decode(new, skip_special_tokens=True), len(new), bool(new) and new[-1] in ends)
+    return [_whole(tokenizer, row, ends, pad) for row in tokens[:, longest:].tolist()]
+
+
+def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pad: int | None) -> WholeAnswer:
+    """The answer of these tokens, behind which padding may lie: other answers were longer."""
+    count = next((number for number, token in enumerate(new, 1) if token in ends), None)
+    if count is None:
+        count = max((number for number, token in enumerate(new, 1) if token != pad), default=0)
+    text = tokenizer.decode(new[:count], skip_special_tokens=True)
+    return WholeAnswer(text, count, is_ended=bool(count) and new[count - 1] in ends)
+
+
+def _prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    if not has_template(tokenizer):
+        return list(tokenizer(prompt.text)["input_ids"])
+    text = run_limited(lambda: _render(tokenizer, prompt.messages), TEMPLATE_LIMITS)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:

@@ -1,0 +1,98 @@
+"""A model whose layers fetch their weights answers as the whole model does: the same greedy tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.streaming import NUM_SLOTS, DevicePlan, StreamedModel, plan_devices
+from tests.support.tiny import Rig, make_rig
+
+PROMPTS = ([5, 80, 90, 11, 7, 33, 9], [17, 4], [100, 3, 64, 21])
+
+
+def tokens_of(model: Any, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = 9) -> list[list[int]]:
+    """Greedy tokens behind prompts that stand side by side, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+    kept = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "use_cache": True}
+    with torch.no_grad():
+        found: list[list[int]] = (
+            model.eval().generate(ids, attention_mask=mask, pad_token_id=0, **kept)[:, longest:].tolist()
+        )
+    return found
+
+
+@contextmanager
+def streaming(rig: Rig, backends: Sequence[Backend], budget_bytes: int) -> Iterator[list[DevicePlan]]:
+    """The rig's skeleton fetches its weights."""
+    plans = plan_devices(rig.store.layouts, len(backends), budget_bytes)
+    with StreamedModel(rig.skeleton, rig.split, rig.store, list(zip(backends, plans, strict=True))):
+        yield plans
+
+
+def alone(model: Any) -> list[list[int]]:
+    return [tokens_of(model, [one])[0] for one in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"method": "lora"}),
+        ("qwen3", {}),
+        ("gemma3_text", {}),
+        ("gpt_oss", {"packed_as": "mxfp4", "method": "lora"}),
+        ("qwen3_next", {}),
+        ("qwen3_moe", {"packed_as": "fp8_blocks", "method": "lora"}),
+        ("gpt2", {}),
+        ("llama", {"packed_as": "4bit", "method": "lora"}),
+        ("llama", {"packed_as": "8bit", "method": "lora"}),
+        ("mistral", {"packed_as": "fp8", "method": "lora"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
+)
+def test_each_prompt_of_a_batch_gets_the_whole_models_tokens(model_type: str, options: dict[str, Any]) -> None:
+    rig = make_rig(model_type, **options)
+    expected = alone(rig.plain)
+    assert len(set(itertools.chain(*expected))) > 1  # it does not repeat one token
+    sizes = [layout.num_bytes for layout in rig.store.layouts[1:]]
+    with streaming(rig, [CpuBackend(1, copy=True)], 3 * max(sizes[:-1]) + sizes[-1] + 512) as (plan,):
+        assert plan.kept and len(plan.kept) < len(plan.layers)
+        assert tokens_of(rig.skeleton) == expected
+        assert tokens_of(rig.skeleton, PROMPTS[1:2]) == expected[1:2]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("layers_kept", [0, 1, 99])
+def test_devices_and_what_they_keep_change_no_token(num_devices: int, layers_kept: int) -> None:
+    rig = make_rig("llama", "lora", num_hidden_layers=12)
+    expected = alone(rig.plain)
+    largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
+    budget = (NUM_SLOTS + layers_kept) * largest if layers_kept else 0
+    with streaming(rig, [CpuBackend(1, copy=True) for _ in range(num_devices)], budget) as plans:
+        assert sorted(itertools.chain(*(plan.layers for plan in plans))) == list(range(1, 14))
+        assert {bool(plan.kept) for plan in plans} == {layers_kept > 0}
+        assert any(plan.passing_bytes for plan in plans) or layers_kept == 99
+        assert tokens_of(rig.skeleton) == expected
+
+
+def test_a_device_keeps_large_layers_first_and_others_evenly() -> None:
+    rig = make_rig("llama", num_hidden_layers=9)
+    block, head = (rig.store.layouts[layer].num_bytes for layer in (1, -1))
+    block, head = (-(-size // 512) * 512 for size in (block, head))
+    for blocks in range(8):
+        (plan,) = plan_devices(rig.store.layouts, 1, head + (NUM_SLOTS + blocks) * block)
+        if head > block:
+            assert 10 in plan.kept
+        kept = sorted(plan.kept - {10})
+        assert len(kept) >= blocks and plan.kept_bytes + NUM_SLOTS * block <= head + (NUM_SLOTS + blocks) * block
+        gaps = [b - a for a, b in itertools.pairwise([0, *kept, 10])]
+        assert max(gaps) <= 10 // (len(kept) + 1) * 2 + 2
