@@ -17,7 +17,8 @@ from roundpipe_cli import torchrun
 from roundpipe_cli.cli.export import check_dtype, find_result, opened_result
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.regular_files import named_path, read_regular
+from roundpipe_cli.regular_files import named_path
+from roundpipe_cli.units import GIB
 
 if TYPE_CHECKING:
     from roundpipe_cli.train.result.generate import Prompt, WholeAnswer
@@ -47,17 +48,14 @@ def generate(
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="FILE", help="A prompt a line, or rows of .jsonl; answers as JSON lines."),
+        typer.Option("--prompts", metavar="FILE", help="A prompt a line (.txt), or rows; answers as JSON lines."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts of FILE answered together.")] = 16,
     stream: Annotated[
         bool, typer.Option("--stream", help="Keep weights on the host, as the run had them, whatever a device holds.")
     ] = False,
     weight_cache_gib: Annotated[
-        float | None,
-        typer.Option(
-            "--weight-cache-gib", metavar="GIB", min=0.0, help="With --stream: on each device. [default: free]"
-        ),
+        float | None, typer.Option("--weight-cache-gib", min=0.0, help="Of weights kept on each device, streaming.")
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
     json_: Annotated[
@@ -101,16 +99,11 @@ def generate(
 
             if source is None or found.kind == "model":
                 source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
-            opening = opened_model(
-                result,
-                source,
-                dtype,
-                is_adapter=found.kind == "adapter",
-                folder=output_dir,
-                stream=stream or weight_cache_gib is not None,
-                cache_bytes=None if weight_cache_gib is None else int(weight_cache_gib * 1024**3),
-                tell=LinePrinter(1),
-            )
+            how: dict[str, Any] = {"is_adapter": found.kind == "adapter", "stream": stream, "tell": LinePrinter(1)}
+            if weight_cache_gib is not None:
+                how |= {"stream": True, "cache_bytes": int(weight_cache_gib * GIB)}
+            folder = found.folder if found.checkpoint is None else found.checkpoint.parent
+            opening = opened_model(result, source, dtype, folder=folder, **how)
             model, tokenizer, where = stack.enter_context(opening)
         say(describe_answer(model, tokenizer, temperature, where))
         first = Prompt(text or "", system, max_new_tokens, temperature)
@@ -218,39 +211,25 @@ def read_prompt(prompt: str) -> str:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Prompts of a file, each as the fields of `Prompt` that it sets: lines, or of .jsonl objects with a `prompt`, and
-    a `system` message.
+    """Prompts of a file, each as the fields of `Prompt` that it sets: rows with a `prompt`, and a `system` message if
+    wanted, or the lines of a text.
 
     Raises:
-        RefusedError: it cannot be read, or a line is no prompt.
+        RefusedError: it cannot be read, or a row is no prompt.
     """
-    import json
+    from roundpipe_cli.data.files import read_file
+    from roundpipe_cli.data.settings import DatasetSpec
 
-    file = named_path(path)
-    try:
-        data = read_regular(file, MAX_PROMPT_BYTES)
-    except OSError as error:
-        raise RefusedError("the prompts cannot be read", where="--prompts", found=f"{file}: {error}") from error
-    lines = _checked(data.decode("utf-8-sig", errors="surrogateescape"), str(file)).split("\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        row: Any = {"prompt": line.strip()}
-        if file.suffix == ".jsonl":
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-            is_row = isinstance(row, dict) and isinstance(row.get("prompt"), str)
-            if not is_row or not isinstance(row.get("system", ""), str | None):
-                raise RefusedError(
-                    "no prompt",
-                    where=f"{file}:{number}",
-                    found=line[:80],
-                    expected='an object {"prompt": "...", "system": "..."}, the second if wanted',
-                )
-        found.append({"text": row["prompt"], **({"system": row["system"]} if row.get("system") else {})})
+    found, file = list[dict[str, Any]](), named_path(path)
+    for row in read_file(file, DatasetSpec(str(file), txt_rows="line")):
+        text, system = row.columns.get("prompt", row.columns.get("text")), row.columns.get("system")
+        if row.fault is not None or not isinstance(text, str) or not (system is None or isinstance(system, str)):
+            expected = 'text; in .jsonl {"prompt": "..."}, with "system": "..." if wanted'
+            what = "no prompt" if row.fault is None else row.fault.what
+            raise RefusedError(what, where=f"{file}:{row.number}", expected=expected)
+        found.append({"text": text, **({"system": system} if system else {})})
     if not found:
-        raise RefusedError("no prompts", where=str(file), found="no line that is not blank")
+        raise RefusedError("no prompts", where=str(file))
     return found
 
 

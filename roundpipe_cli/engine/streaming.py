@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,11 @@ from torch import nn
 from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.block_calls import BlockCall, GatheringEmbedding, replace_module
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.model.lora import ADAPTER
-from roundpipe_cli.model.new_tokens import replace_row_owners
+from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
 
@@ -43,50 +44,31 @@ Parameters = dict[str, nn.Parameter]
 class DevicePlan:
     """The layers of one device."""
 
-    layers: tuple[int, ...]
-    """In the order in which they compute."""
     sizes: Mapping[int, int]
-    """Device bytes of each."""
+    """Device bytes of each, in the order in which they compute."""
     kept: frozenset[int]
     """Layers whose weights stay."""
 
-    @property
-    def kept_bytes(self) -> int:
-        return sum(self.sizes[layer] for layer in self.kept)
-
-    @property
-    def passing_bytes(self) -> int:
-        """Bytes that come past in each pass of the model."""
-        return sum(self.sizes.values()) - self.kept_bytes
-
 
 def plan_devices(layouts: Sequence[LayerLayout], num_devices: int, budget_bytes: int) -> list[DevicePlan]:
-    """The layers of each device, and what stays there of them.
+    """The layers of each device, and what stays there in `budget_bytes` each: large layers first, others spread evenly.
 
     Args:
-        layouts: one per layer, the embed layer's included.
-        budget_bytes: of each device, for weights.
+        layouts: one per layer, the embed layer's included, which stays on the host.
     """
-    head = len(layouts) - 1
-    plans = []
+    plans, blocks = [], len(layouts) - 2
     for at in range(num_devices):
-        layers = [layer for layer in range(1, head) if (layer - 1) * num_devices // max(1, head - 1) == at]
-        layers += [head] if at == num_devices - 1 else []
+        layers = [layer for layer in range(1, blocks + 1) if (layer - 1) * num_devices // blocks == at]
+        layers += [blocks + 1] if at == num_devices - 1 else []
         sizes = {layer: round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES) for layer in layers}
-        plans.append(DevicePlan(tuple(layers), sizes, _that_stay(sizes, budget_bytes)))
+        left, kept = sorted(sizes, key=lambda layer: (-sizes[layer], layer * SPREAD % 1)), list[int]()
+        slots_bytes = [sum([sizes[one] for one in left[at + 1 : at + 2]] * NUM_SLOTS) for at in range(len(left))]
+        for layer, slots in zip(left, slots_bytes, strict=True):
+            if sum(sizes[one] for one in (*kept, layer)) + slots > budget_bytes:
+                break
+            kept.append(layer)
+        plans.append(DevicePlan(sizes, frozenset(kept)))
     return plans
-
-
-def _that_stay(sizes: Mapping[int, int], budget_bytes: int) -> frozenset[int]:
-    """Layers that a device keeps beside its slots: large ones first, others spread evenly."""
-    left, kept = sorted(sizes, key=lambda layer: (-sizes[layer], layer * SPREAD % 1)), set[int]()
-    while left:
-        others = [sizes[layer] for layer in left[1:][:NUM_SLOTS]]
-        budget_bytes -= sizes[left[0]]
-        if budget_bytes < len(others) * max(others, default=0):
-            break
-        kept.add(left.pop(0))
-    return frozenset(kept)
 
 
 class DeviceLayers:
@@ -94,18 +76,18 @@ class DeviceLayers:
 
     def __init__(self, backend: Backend, store: WeightStore, plan: DevicePlan) -> None:
         self.backend, self._store, sizes = backend, store, plan.sizes
-        self._passing = [layer for layer in plan.layers if layer not in plan.kept]
-        self._pool = ThreadPoolExecutor(1)
+        self._passing = [layer for layer in sizes if layer not in plan.kept]
+        self.pool = ThreadPoolExecutor(1)
         self._coming: deque[tuple[int, torch.Tensor, Future[tuple[Parameters, DeviceEvent]]]] = deque()
         self._held: tuple[int, torch.Tensor, Parameters] | None = None
         """The layer in a slot that has begun, its slot, and its weights."""
-        self._turn = 0
-        reads_host = backend.aliases_host and not store.is_mapped  # in place
-        self._kept = {layer: store.parameters(layer, 0) for layer in plan.kept if reads_host}
-        filled = {layer: self._fill(layer, backend.allocate(sizes[layer])) for layer in plan.kept - self._kept.keys()}
-        for layer, (parameters, event) in filled.items():
-            backend.wait(event)
-            self._kept[layer] = parameters
+        self._turn, self._kept = 0, dict[int, Parameters]()
+        for layer in plan.kept:
+            if backend.aliases_host and not store.is_mapped:
+                self._kept[layer] = store.parameters(layer, 0)
+            else:
+                self._kept[layer], event = self._fill(layer, backend.allocate(sizes[layer]))
+                backend.wait(event)
         slot_bytes = max((sizes[layer] for layer in self._passing), default=0)
         for _ in self._passing[:NUM_SLOTS]:
             self._ask(backend.allocate(slot_bytes))
@@ -132,7 +114,7 @@ class DeviceLayers:
     def _ask(self, slot: torch.Tensor) -> None:
         layer = self._passing[self._turn % len(self._passing)]
         self._turn += 1
-        self._coming.append((layer, slot, self._pool.submit(self._fill, layer, slot, self.backend.record())))
+        self._coming.append((layer, slot, self.pool.submit(self._fill, layer, slot, self.backend.record())))
 
     def _fill(self, layer: int, target: torch.Tensor, after: DeviceEvent = None) -> tuple[Parameters, DeviceEvent]:
         with self.backend.copy_thread():
@@ -142,20 +124,12 @@ class DeviceLayers:
             event = self.backend.copy_up([(target[: layout.num_bytes], self._store.buffers[layer])])
         return {place.name: place.parameter(target) for place in layout.places}, event
 
-    def close(self) -> None:
-        """Let no copy begin any more."""
-        self._pool.shutdown(cancel_futures=True)
 
-
-class StreamedModel:
+class StreamedModel(contextlib.ExitStack):
     """Makes a model's layers fetch their weights, inside `with`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        split: ModelSplit,
-        store: WeightStore,
-        devices: Sequence[tuple[Backend, DevicePlan]],
+        self, model: nn.Module, split: ModelSplit, store: WeightStore, devices: Sequence[tuple[Backend, DevicePlan]]
     ) -> None:
         """
         Args:
@@ -163,91 +137,64 @@ class StreamedModel:
             store: has all of its weights.
             devices: each with its plan, of `plan_devices`.
         """
-        self._stack = contextlib.ExitStack()
-        for backend, _ in devices:
-            self._stack.enter_context(backend.worker_thread())
+        super().__init__()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         isolate_expert_adapters(model)
         replace_row_owners(model, ADAPTER)
-        self._bindings = _bindings(model, split, names)
-        self._bound: dict[int, Parameters] = {}
-        self._packed: dict[int, list[PackedPlace]] = {}
+        blocks = list(model.get_submodule(split.blocks_path).children())
+        around, parts = [model.get_submodule(path) for path in split.tail_paths], split.backbone_path.split(".")
+        for depth, part in enumerate(parts):  # the outermost modules outside the backbone
+            children = model.get_submodule(".".join(parts[:depth])).named_children()
+            around += [child for name, child in children if name != part]
+        self._head = len(blocks) + 1
+        roots = {layer: [block] for layer, block in enumerate(blocks, 1)} | {self._head: around}
+        owner = {id(one): layer for layer, some in roots.items() for root in some for one in root.modules()}
+        self._bindings: list[list[tuple[nn.Module, str, str]]] = [[] for _ in range(self._head + 1)]
+        for module in model.modules():
+            own = [(module, key, names[id(one)]) for key, one in module._parameters.items() if one is not None]
+            self._bindings[owner.get(id(module), 0)] += own
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         """Tensors that all blocks are given, such as masks, on the devices: of one pass of the model."""
-        self._device_of: dict[int, DeviceLayers] = {}
+        self._devices: dict[int, DeviceLayers] = {}
         for backend, plan in devices:
+            self.enter_context(backend.worker_thread())
             device = DeviceLayers(backend, store, plan)
-            self._stack.callback(device.close)
-            self._device_of |= dict.fromkeys(plan.layers, device)
-        self._head = split.num_blocks + 1
+            self.callback(device.pool.shutdown, cancel_futures=True)
+            self._devices |= dict.fromkeys(plan.sizes, device)
         self._bind(0, {name: nn.Parameter(store.views[name], requires_grad=False) for _, _, name in self._bindings[0]})
-        for layer, block in enumerate(model.get_submodule(split.blocks_path).children(), 1):
-            block.forward = partial(self._visit, layer, block.forward)
-        for module in _around_blocks(model, split):
-            module.forward = partial(self._visit, self._head, module.forward)  # type: ignore[method-assign]
-
-    def __enter__(self) -> StreamedModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        added = model.get_submodule(split.embedding_path)
+        if isinstance(added, TokenRows):  # which computes as a head does
+            replace_module(model, split.embedding_path, GatheringEmbedding(added.table, False, added))
+        for layer, some in roots.items():
+            for module in some:
+                module.__dict__["forward"] = partial(self._visit, layer, module.forward)
 
     def _visit(self, layer: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block, or a module of the head, with its weights in place, on its device."""
         if layer == 1:
             self._moved.clear()
-        device = self._device_of[layer]
-        self._bind(layer, device.begin(layer))
-        args, kwargs = self._on(device.backend.device, args), self._on(device.backend.device, kwargs)
-        with whole_weights(packed) if (packed := self._packed[layer]) else contextlib.nullcontext():
-            result = run(*args, **kwargs)
+        device = self._devices[layer]
+        with device.backend.worker_thread():  # which makes it the current one
+            packed = self._bind(layer, device.begin(layer))
+            call = BlockCall(args, kwargs).map_tensors(partial(self._on, device.backend.device))
+            with whole_weights(packed) if packed else contextlib.nullcontext():
+                result = run(*call.args, **call.kwargs)
         if layer != self._head:  # which is several modules
             device.end()
         return result
 
-    def _bind(self, layer: int, parameters: Parameters) -> None:
-        if self._bound.get(layer) is parameters:
-            return
-        self._bound[layer] = parameters
-        for module, attribute, name in self._bindings[layer]:
-            module._parameters[attribute] = parameters[name]
-        places = [(module, attribute, parameters[name]) for module, attribute, name in self._bindings[layer]]
-        self._packed[layer] = [(m, a, one) for m, a, one in places if isinstance(one, PackedParameter)]
+    def _bind(self, layer: int, parameters: Parameters) -> list[PackedPlace]:
+        """Put a layer's weights in place; those that are packed."""
+        packed = []
+        for module, key, name in self._bindings[layer]:
+            module._parameters[key] = parameter = parameters[name]
+            packed += [(module, key, parameter)] if isinstance(parameter, PackedParameter) else []
+        return packed
 
-    def _on(self, device: torch.device, value: Any) -> Any:
-        """`value` with its tensors on the device."""
-        if type(value) is dict:
-            return {key: self._on(device, one) for key, one in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self._on(device, one) for one in value)
-        if not isinstance(value, torch.Tensor) or value.device == device:
-            return value
-        if value.device.type != "cpu":
-            return value.to(device)
-        return self._moved.setdefault((id(value), device), (value, value.to(device)))[1]
-
-
-def _bindings(model: nn.Module, split: ModelSplit, names: dict[int, str]) -> list[list[tuple[nn.Module, str, str]]]:
-    """By layer: module, attribute and name of each parameter that it reads."""
-    blocks = [f"{split.blocks_path}.{name}." for name, _ in model.get_submodule(split.blocks_path).named_children()]
-    found: list[list[tuple[nn.Module, str, str]]] = [[] for _ in range(len(blocks) + 2)]
-    owner = {prefix: layer for layer, prefix in enumerate(blocks, 1)}
-    depth = split.blocks_path.count(".") + 2
-    for path, module in model.named_modules():
-        layer = owner.get(".".join(path.split(".")[:depth]) + ".")
-        if layer is None:
-            is_tail = f"{path}.".startswith(tuple(f"{one}." for one in split.tail_paths))
-            layer = 0 if f"{path}.".startswith(f"{split.backbone_path}.") and not is_tail else -1
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                found[layer].append((module, attribute, names[id(parameter)]))
-    return found
-
-
-def _around_blocks(model: nn.Module, split: ModelSplit) -> Iterator[nn.Module]:
-    """The outermost modules that compute after the last block."""
-    yield from (model.get_submodule(path) for path in split.tail_paths)
-    parts = split.backbone_path.split(".")
-    for depth, part in enumerate(parts):
-        around = model.get_submodule(".".join(parts[:depth]))
-        yield from (child for name, child in around.named_children() if name != part)
+    def _on(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device or tensor.device.type != "cpu":
+            return tensor.to(device)
+        key = id(tensor), device
+        if key not in self._moved:
+            self._moved[key] = tensor, tensor.to(device)
+        return self._moved[key][1]

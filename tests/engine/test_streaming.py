@@ -13,6 +13,7 @@ import torch
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.streaming import NUM_SLOTS, DevicePlan, StreamedModel, plan_devices
+from tests.support.simulated_cases import backends_of, simulated
 from tests.support.tiny import Rig, make_rig
 
 PROMPTS = ([5, 80, 90, 11, 7, 33, 9], [17, 4], [100, 3, 64, 21])
@@ -65,7 +66,7 @@ def test_each_prompt_of_a_batch_gets_the_whole_models_tokens(model_type: str, op
     assert len(set(itertools.chain(*expected))) > 1  # it does not repeat one token
     sizes = [layout.num_bytes for layout in rig.store.layouts[1:]]
     with streaming(rig, [CpuBackend(1, copy=True)], 3 * max(sizes[:-1]) + sizes[-1] + 512) as (plan,):
-        assert plan.kept and len(plan.kept) < len(plan.layers)
+        assert plan.kept and len(plan.kept) < len(plan.sizes)
         assert tokens_of(rig.skeleton) == expected
         assert tokens_of(rig.skeleton, PROMPTS[1:2]) == expected[1:2]
 
@@ -78,9 +79,20 @@ def test_devices_and_what_they_keep_change_no_token(num_devices: int, layers_kep
     largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
     budget = (NUM_SLOTS + layers_kept) * largest if layers_kept else 0
     with streaming(rig, [CpuBackend(1, copy=True) for _ in range(num_devices)], budget) as plans:
-        assert sorted(itertools.chain(*(plan.layers for plan in plans))) == list(range(1, 14))
+        assert sorted(itertools.chain(*(plan.sizes for plan in plans))) == list(range(1, 14))
         assert {bool(plan.kept) for plan in plans} == {layers_kept > 0}
-        assert any(plan.passing_bytes for plan in plans) or layers_kept == 99
+        assert any(len(plan.kept) < len(plan.sizes) for plan in plans) or layers_kept == 99
+        assert tokens_of(rig.skeleton) == expected
+
+
+@pytest.mark.parametrize(("model_type", "packed_as"), [("llama", None), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize("layers_kept", [0, 1])
+def test_cards_answer_as_the_processor_does(model_type: str, packed_as: Any, layers_kept: int) -> None:
+    """On simulated cards, which refuse what is read before it is there, or on the wrong one."""
+    rig = make_rig(model_type, "lora", num_hidden_layers=6, packed_as=packed_as)
+    largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
+    expected = alone(rig.plain)
+    with simulated(lazy=True), streaming(rig, backends_of((0, 1)), (NUM_SLOTS + 1) * largest * layers_kept):
         assert tokens_of(rig.skeleton) == expected
 
 
@@ -93,6 +105,7 @@ def test_a_device_keeps_large_layers_first_and_others_evenly() -> None:
         if head > block:
             assert 10 in plan.kept
         kept = sorted(plan.kept - {10})
-        assert len(kept) >= blocks and plan.kept_bytes + NUM_SLOTS * block <= head + (NUM_SLOTS + blocks) * block
+        room, used = head + (NUM_SLOTS + blocks) * block, sum(plan.sizes[one] for one in plan.kept)
+        assert len(kept) >= blocks and used + NUM_SLOTS * block <= room
         gaps = [b - a for a, b in itertools.pairwise([0, *kept, 10])]
         assert max(gaps) <= 10 // (len(kept) + 1) * 2 + 2

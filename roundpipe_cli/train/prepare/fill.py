@@ -62,11 +62,12 @@ def fill_store(
     packed: Collection[str] = (),
     new: NewTokens | None = None,
     start: Path | None,
+    trains: bool = True,
     tell: Tell,
 ) -> None:
     """Load the base weights, then the adapter's: first values, or those of the folder `start`, which is trained
     further, and which DPO's reference keeps. `model`: the skeleton, adapters included; `packed`: names of weights that
-    stay as the files have them packed."""
+    stay as the files have them packed; `trains`: otherwise `start` is used as it is, with tables beside it."""
     started = None if start is None else StartedBase(model, start)
     count = _counting(store, tell)
 
@@ -81,21 +82,21 @@ def fill_store(
         count(name)
 
     tell_notices(tell, *load_weights(source, model, set_parameter, set_packed, packed=packed, new=new))
-    if recipe.method == "full":
+    if recipe.method == "full" or not (trains or start):
         return
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
-    for name, values in first if start is None else _started_from(start, model, store).items():
+    for name, values in first if start is None else _started_from(start, model, store, trains=trains).items():
         store.set_parameter(name, values)
-    if start is not None and recipe.objective_kind.needs_reference:
+    if trains and start is not None and recipe.objective_kind.needs_reference:
         store.keep_reference()
 
 
-def _started_from(start: Path, model: nn.Module, store: WeightStore) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter that is trained further.
+def _started_from(start: Path, model: nn.Module, store: WeightStore, *, trains: bool) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter by names of the store.
 
     Raises:
-        RefusedError: they do not fit the model, or weights beside them are others than the base's: the result, which is
-            an adapter, would not hold them.
+        RefusedError: they do not fit the model, or it is trained further and weights beside them are others than the
+            base's: the result, which is an adapter, would not hold them.
     """
     found = read_adapter_tensors(model, start)
     places = {place.name for layout in store.layouts for place in layout.places}
@@ -105,8 +106,11 @@ def _started_from(start: Path, model: nn.Module, store: WeightStore) -> dict[str
     for name in found.keys() & buffers.keys():
         buffers[name].copy_(found.pop(name))
     for name in [name for name in found if not is_adapter(name)]:
-        base = store.base_weight(names[id(twins[name])])
-        if not torch.equal(found.pop(name).to(base.dtype), base):
+        own, values = names[id(twins[name])], found.pop(name)
+        base = store.base_weight(own)
+        if not trains:
+            found[own] = values
+        elif not torch.equal(values.to(base.dtype), base):
             raise RefusedError(
                 "a table beside the adapter is another than the base model's, and would not be in the result",
                 where="lora.start_from",

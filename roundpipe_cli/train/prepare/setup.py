@@ -241,14 +241,10 @@ def prepare(
     peft_model = put_into(model, split)
     adapted = describe_adapted_experts(model) if peft_model is not None else None
     tell_notices(tell, adapted, describe_reference(recipe, source, start))
-    packed = names_to_pack(source, formats, model, split, tell=tell)
+    layouts, packed = lay_out(source, formats, model, split, dtype=recipe.dtype, tell=tell)
     proof = prove_once(model, split, recipe, build, tell)
     longest = max([int(dataset.lengths.max()), *(len(row.input_ids) for row in evaluation)])
     refuse_long_rows(longest, proof)
-    layouts = [
-        make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=packed_as)
-        for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
-    ]
     store = make_weight_store(recipe, layouts, tell, elsewhere(layouts))
     kept = packed if packed_as == stored else ()
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, tell=tell)
@@ -402,25 +398,30 @@ def weight_formats(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[Pac
     return stored, packed_as
 
 
-def names_to_pack(
+def lay_out(
     source: ModelSource,
     formats: tuple[PackedName | None, PackedName | None],
     model: nn.Module,
     split: ModelSplit,
     *,
+    dtype: str,
+    trains: bool = True,
     tell: Tell,
-) -> frozenset[str]:
-    """Names of the weights that are packed, of the model with its adapters."""
+) -> tuple[list[LayerLayout], frozenset[str]]:
+    """Each layer's layout, of a model with its adapters, and the names of the weights that are packed; `trains`:
+    otherwise all are frozen."""
     stored, packed_as = formats
     packed = quantizable_names(model, split.blocks_path) if packed_as else frozenset()
     if packed_as is not None and packed_as == stored:
         packed &= packed_names(source, model, stored)
         label = PACKED_FORMATS[stored].label
         tell(Notice(f"{counted(len(packed), 'weight')} stay in {label}, as the model's files have them"))
-        return packed
-    if packed_as and (whole := check_packed(model, split.blocks_path, packed, packed_as)):
+    elif packed_as and (whole := check_packed(model, split.blocks_path, packed, packed_as)):
         tell(Notice(whole))
-    return packed
+    if not trains:
+        model.requires_grad_(False)
+    layers = zip(split.layer_names(), layer_parameters(model, split), strict=True)
+    return [make_layout(name, some, DTYPES[dtype], packed, packed_as=packed_as) for name, some in layers], packed
 
 
 def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell) -> FusedOps | None:

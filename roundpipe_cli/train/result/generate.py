@@ -164,7 +164,8 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_
     sampling = {"do_sample": True, "temperature": first.temperature} if first.temperature else {"do_sample": False}
     ends = answer_ends(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    padded = [[pad or 0] * (longest - len(one)) + one for one in ids]  # an answer follows its prompt at once
+    # an answer follows its prompt at once; padding adds no token that a repetition penalty would not count anyway
+    padded = [(one[:1] or [pad or 0]) * (longest - len(one)) + one for one in ids]
     masks = [[0] * (longest - len(one)) + [1] * len(one) for one in ids]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -181,14 +182,15 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_
             **sampling,
         )
     sys.stdout.flush()
-    return [_whole(tokenizer, row, ends, pad) for row in tokens[:, longest:].tolist()]
+    pads = [pad] if model.generation_config.stop_strings else []  # behind an answer without an end token
+    return [_whole(tokenizer, row, ends, pads) for row in tokens[:, longest:].tolist()]
 
 
-def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pad: int | None) -> WholeAnswer:
+def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pads: Sequence[int]) -> WholeAnswer:
     """The answer of these tokens, behind which padding may lie: other answers were longer."""
     count = next((number for number, token in enumerate(new, 1) if token in ends), None)
     if count is None:
-        count = max((number for number, token in enumerate(new, 1) if token != pad), default=0)
+        count = max((number for number, token in enumerate(new, 1) if token not in pads), default=0)
     text = tokenizer.decode(new[:count], skip_special_tokens=True)
     return WholeAnswer(text, count, is_ended=bool(count) and new[count - 1] in ends)
 
