@@ -11,7 +11,6 @@ room for; the others come past in turn, through two slots, while the layers befo
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -118,10 +117,8 @@ class DeviceLayers:
 
     def _fill(self, layer: int, target: torch.Tensor, after: DeviceEvent = None) -> tuple[Parameters, DeviceEvent]:
         with self.backend.copy_thread():
-            while pause_s := self.backend.happens_in_s(after):
-                time.sleep(pause_s)
             layout = self._store.layouts[layer]
-            event = self.backend.copy_up([(target[: layout.num_bytes], self._store.buffers[layer])])
+            event = self.backend.copy_up([(target[: layout.num_bytes], self._store.buffers[layer])], after)
         return {place.name: place.parameter(target) for place in layout.places}, event
 
 
@@ -156,6 +153,7 @@ class StreamedModel(contextlib.ExitStack):
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         """Tensors that all blocks are given, such as masks, on the devices: of one pass of the model."""
         self._devices: dict[int, DeviceLayers] = {}
+        self._backends = {backend.device: backend for backend, _ in devices}
         for backend, plan in devices:
             self.enter_context(backend.worker_thread())
             device = DeviceLayers(backend, store, plan)
@@ -176,7 +174,7 @@ class StreamedModel(contextlib.ExitStack):
         device = self._devices[layer]
         with device.backend.worker_thread():  # which makes it the current one
             packed = self._bind(layer, device.begin(layer))
-            call = BlockCall(args, kwargs).map_tensors(partial(self._on, device.backend.device))
+            call = BlockCall(args, kwargs).map_tensors(partial(self._on, device.backend))
             with whole_weights(packed) if packed else contextlib.nullcontext():
                 result = run(*call.args, **call.kwargs)
         if layer != self._head:  # which is several modules
@@ -191,8 +189,12 @@ class StreamedModel(contextlib.ExitStack):
             packed += [(module, key, parameter)] if isinstance(parameter, PackedParameter) else []
         return packed
 
-    def _on(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == device or tensor.device.type != "cpu":
+    def _on(self, backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
+        device = backend.device
+        if tensor.device == device:
+            return tensor
+        if tensor.device.type != "cpu":
+            backend.wait(self._backends[tensor.device].record())
             return tensor.to(device)
         key = id(tensor), device
         if key not in self._moved:

@@ -108,8 +108,8 @@ class Backend(ABC):
         """Host memory for a device tensor, to be filled by `copy_down`."""
 
     @abstractmethod
-    def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
-        """Copy host tensors to the device; the event says when they are there."""
+    def copy_up(self, pairs: Sequence[Pair], after: DeviceEvent = None) -> DeviceEvent:
+        """Copy host tensors to the device behind `after`; the event says when they are there."""
 
     @abstractmethod
     def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:

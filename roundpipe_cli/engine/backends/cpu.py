@@ -94,7 +94,7 @@ class CpuBackend(Backend):
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
-    def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
+    def copy_up(self, pairs: Sequence[Pair], after: DeviceEvent = None) -> DeviceEvent:
         for target, source in pairs:
             target.copy_(source)
 

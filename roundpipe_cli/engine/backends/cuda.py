@@ -273,8 +273,10 @@ class CudaBackend(Backend):
                 self._notice = f"{LOCK_REFUSED}; {describe_locking()}"
         return torch.empty_like(tensor, device="cpu")
 
-    def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
+    def copy_up(self, pairs: Sequence[Pair], after: DeviceEvent = None) -> DeviceEvent:
         with torch.cuda.stream(self._up):
+            if after is not None:
+                self._up.wait_event(after)
             for target, source in pairs:
                 if source.is_pinned() or not self._rings[0].copy(target, source):
                     target.copy_(source, non_blocking=True)
