@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
-import pyarrow.compute
 import pytest
 import torch
 from pyarrow import parquet
@@ -177,16 +177,30 @@ def test_a_resume_takes_scores_elsewhere_and_refuses_others(scored: Path) -> Non
     for path in (scored / "scores").iterdir():
         (scored / "moved" / path.name).write_bytes(path.read_bytes())
     finetune(scored, *words, "max_steps=2", "distill.teacher=moved", "--resume").expect(0)
-    changed(scored / "moved", lambda table: table.set_column(1, "mass_left", halved(table["mass_left"])))
+    changed(scored / "moved", lambda table: rearranged(table, lambda all_: all_, flip=-1))
     done = finetune(scored, *words, "max_steps=3", "distill.teacher=moved", "--resume")
     assert done.code == 2 and "distill.teacher (scores)" in done.err
 
 
-def halved(column: Any) -> Any:
-    made = column.combine_chunks()
-    return pyarrow.ListArray.from_arrays(
-        made.offsets, pyarrow.compute.multiply(made.flatten(), pyarrow.scalar(0.5, "float32"))
-    )
+def rearranged(table: Any, offsets: Callable[[Any], Any], names: tuple[str, ...] = ("top_ids",), flip: int = 1) -> Any:
+    """A table whose lists of these columns have other borders, or their values in the other order (`flip` -1)."""
+    for name in names:
+        made = table[name].combine_chunks()
+        values = pyarrow.array(made.flatten().to_numpy(zero_copy_only=False)[::flip])
+        column = pyarrow.ListArray.from_arrays(pyarrow.array(offsets(made.offsets.to_numpy())), values)
+        table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+def moved_target(table: Any) -> Any:
+    """A table whose second row has the last target of the first."""
+    for name, size in (("mass_left", 1), ("top_ids", 5), ("top_log_probabilities", 5)):
+        table = rearranged(table, lambda all_, size=size: all_ - size * (np.arange(len(all_)) == 1), (name,))
+    return table
+
+
+def twice(table: Any) -> Any:
+    return with_value("top_ids", table["top_ids"][0][1].as_py())(table)
 
 
 def changed(folder: Path, change: Callable[[Any], Any]) -> None:
@@ -241,8 +255,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a table is gone": (lambda folder: sorted(folder.glob("tokens-*"))[1].unlink(), "", "are not complete"),
     "no ids": (lambda folder: changed(folder, lambda table: table.drop_columns(["top_ids"])), "", "are damaged"),
     "NaN": (first_value("top_log_probabilities", math.nan), "", "no finite number"),
-    "above 1": (first_value("mass_left", 1.5), "", "not from 0 to 1"),
-    "below 0": (first_value("mass_left", -0.5), "", "not from 0 to 1"),
+    "above 1": (first_value("top_log_probabilities", 6e4), "", "do not add up to 1"),
+    "more than 1": (first_value("mass_left", 0.99), "", "do not add up to 1"),
+    "below 0": (first_value("mass_left", -1e-3), "", "do not add up to 1"),
+    "a token twice": (lambda folder: changed(folder, twice), "", "a token twice at one place"),
+    "a row's targets": (lambda folder: changed(folder, moved_target), "", "2 rows without scores"),
     "an id": (first_value("top_ids", 300), "", "not all in the student's vocabulary"),
     "fewer tokens": (lambda folder: changed(folder, one_token_less), "", "not 5 tokens at each place"),
     "float32": (lambda folder: changed(folder, wide), "", "columns of other types"),
