@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
-from roundpipe_cli.dashboard.state import DashboardState, fold_all
+from roundpipe_cli.dashboard.state import DashboardState, compared, fold_all
 from roundpipe_cli.dashboard.views import arithmetic
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.errors import RefusedError
@@ -373,8 +373,7 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
     cards = [("last loss", format_loss(step.loss))]
     if state.evaluations:
         cards.append(("last evaluation", format_loss(state.evaluations[-1][1])))
-    if "reward_margin" in (step.preference or {}):
-        cards.append(("last reward margin", f"{(step.preference or {})['reward_margin']:.3g}"))
+    cards += [(f"last {name}", value) for name, value in compared(step.preference)]
     since = f", {since_resume(report)}" if since_resume(report) else ""
     cards += [
         (f"tokens per second{since}", f"{tokens_per_s:,.0f}"),

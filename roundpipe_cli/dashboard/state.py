@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -269,13 +269,18 @@ def fold_all(timed: Iterable[tuple[float, events.Event]], state: DashboardState 
     return state
 
 
+def compared(parts: Mapping[str, float] | None) -> list[tuple[str, str]]:
+    """(name, value) of what a loss compares: rewards, which training is to make larger; the divergence from another."""
+    forms = {"reward_margin": "{:.3g}", "reward_accuracy": "{:.0%}", "kl": "{:.3g}"}
+    texts = {name: form.format(parts[name]) for name, form in forms.items() if parts and name in parts}
+    return [(name.replace("_", " "), text.replace("%", " %")) for name, text in texts.items()]
+
+
 def _evaluation_words(event: events.EvaluationFinished) -> str:
-    """`evaluation after step 20: loss 1.1304, best so far`; of preference pairs with their rewards."""
-    rewards = event.preference or {}
-    margin = f", reward margin {rewards['reward_margin']:.3g}" if "reward_margin" in rewards else ""
-    accuracy = f", accuracy {100 * rewards['reward_accuracy']:.0f} %" if "reward_accuracy" in rewards else ""
+    """`evaluation after step 20: loss 1.1304, best so far`; with what the loss compares."""
+    parts = "".join(f", {name} {value}" for name, value in compared(event.preference))
     best = ", best so far" if event.best else ""
-    return f"evaluation after step {event.step}: loss {format_loss(event.loss)}{margin}{accuracy}{best}"
+    return f"evaluation after step {event.step}: loss {format_loss(event.loss)}{parts}{best}"
 
 
 def fetching_line(event: events.Fetching) -> str:

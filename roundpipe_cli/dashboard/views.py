@@ -18,7 +18,7 @@ from itertools import groupby
 from rich.text import Text
 
 from roundpipe_cli.dashboard.chart import chart, large
-from roundpipe_cli.dashboard.state import SIMULATED, DashboardState, WorkerView, window_s
+from roundpipe_cli.dashboard.state import SIMULATED, DashboardState, WorkerView, compared, window_s
 from roundpipe_cli.dashboard.theme import ASCII, Theme, beside, fit, framed, spread
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.events import Span
@@ -61,12 +61,8 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
         return rows
     if has_loss or (state.run is not None and state.run.goal != "loss"):
         rows.insert(0 if has_loss else len(rows), ("loss", format_loss(step.loss), ""))
-    rewards = step.preference or {}
-    if "reward_margin" in rewards:  # of preference pairs: what training is to make larger
-        rows.append(("reward margin", f"{rewards['reward_margin']:.3g}", ""))
-    if "reward_accuracy" in rewards:
-        rows.append(("reward accuracy", f"{100 * rewards['reward_accuracy']:.0f} %", ""))
-    rows += [(name, value, "") for name, value in arithmetic(step.launch_bound_ratio, step.mfu)]
+    more = (*compared(step.preference), *arithmetic(step.launch_bound_ratio, step.mfu))
+    rows += [(name, value, "") for name, value in more]
     if state.run is None or state.run.goal == "loss":
         rows += [("learning rate", f"{step.learning_rate:.2e}", ""), ("gradient norm", f"{step.grad_norm:.3g}", "")]
     return rows

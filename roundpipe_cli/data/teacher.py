@@ -56,8 +56,8 @@ def find_teacher(named: str | None, folder: Path) -> tuple[Path, dict[str, Any]]
     header: Any = None
     with suppress(OSError, ValueError):
         header = read_json_of_ours(found / HEADER_NAME)
-    is_ours = isinstance(header, dict) and header.get("format") == FORMAT
-    if is_ours and header["top_k"]:
+    is_ours = isinstance(header, dict) and header.get("format") == FORMAT and isinstance(header.get("rows"), int)
+    if is_ours and isinstance(header.get("top_k"), int):
         return found, header
     what = f"{'these scores have no tables' if is_ours else 'no scores are there'} to learn from"
     hint = f"roundpipe score RECIPE ROWS model=TEACHER --top-k 64 --to {found}"

@@ -125,6 +125,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
         (("sft", None, "pair"), "sft trains on rows"),
         (("dpo", "full", "pair"), "objective dpo needs method lora"),
         (("grpo", None, None), "unknown objective"),
+        (("distill", None, None), "init writes no recipe for objective distill"),
     ):
         with pytest.raises(RefusedError, match=refusal):
             choose_objective(*asked)

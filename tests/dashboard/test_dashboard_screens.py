@@ -176,15 +176,15 @@ def test_preference_pairs_show_their_rewards() -> None:
     """The dashboard showed none of them, and plain lines the margin alone."""
     events, state = training(2)
     assert state.step is not None
-    rewards = {"reward_margin": 0.731, "reward_accuracy": 0.875}
+    rewards = {"reward_margin": 0.731, "reward_accuracy": 0.875, "kl": 0.25}
     state = replace(state, step=replace(state.step, preference=rewards))
     found = EvaluationFinished(40, 100, 0.5, 1.6, 156, 0.1, True, preference=rewards)
     state = fold(state, found, events[-1][0])
     for width, height in SIZES[1:]:
         text = "\n".join(line.plain for line in screen(state, events[-1][0], width, height, COLOUR, KEYS))
         assert re.search(r"reward margin +0\.731", text) and re.search(r"reward accuracy +88 %", text), text
-        assert "loss 0.5000, reward margin 0.731, accuracy 88 %" in re.sub(r"\s+", " ", text), text
-    assert "reward margin 0.731, reward accuracy 88 %" in details(state)[0]
+        assert "loss 0.5000, reward margin 0.731, reward accuracy 88 %, kl 0.25" in re.sub(r"\s+", " ", text), text
+    assert "reward margin 0.731, reward accuracy 88 %, kl 0.25" in details(state)[0]
 
 
 def test_the_time_left_counts_down_between_steps() -> None:

@@ -133,7 +133,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         ("packing=true",),
         ("pipeline.sequence_chunks=2",),
         ("method=full",),
-        ("kernels=reference", "load_in_fp8=true"),
+        ("kernels=reference", "load_in_4bit=true"),
     ],
     ids=str,
 )
@@ -162,6 +162,7 @@ def test_evaluations_say_cross_entropy_and_divergence(scored: Path) -> None:
         for name in ("taught", "labels")
     )
     assert row["loss_hex"] == other["loss_hex"] and row["perplexity"] == other["perplexity"] and "kl" not in other
+    assert "last kl" in (scored / "taught" / "report.html").read_text()
     assert row["kl"] > 0 and re.search(r"perplexity \S+  kl \d", done.out + done.err)
     shown = run(scored, "data", "recipe.yaml", "--json").expect(0)
     assert any("5 tokens at each place" in note for note in json.loads(shown.out)["notices"])
@@ -239,6 +240,10 @@ def one_token_less(table: Any) -> Any:
     return table.set_column(table.column_names.index("top_ids"), "top_ids", column)
 
 
+def header(folder: Path, key: str, value: Any) -> None:
+    edit_json(folder / "header.json", **{key: value})
+
+
 def keep(folder: Path) -> None:
     """The scores are good."""
 
@@ -251,6 +256,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no folder": (shutil.rmtree, "", "no scores are there to learn from"),
     "no header": (lambda folder: (folder / "header.json").unlink(), "", "no scores are there"),
     "another file": (lambda folder: (folder / "header.json").write_text("[1]"), "", "no scores are there"),
+    "a text": (lambda folder: header(folder, "top_k", "5"), "", "these scores have no tables"),
+    "others": (lambda folder: header(folder, "top_k", 6), "", "not 6 tokens"),
+    "no rows": (lambda folder: header(folder, "rows", None), "", "no scores are there"),
     "a table is cut": (cut, "", "the teacher's scores are damaged"),
     "a table is gone": (lambda folder: sorted(folder.glob("tokens-*"))[1].unlink(), "", "are not complete"),
     "no ids": (lambda folder: changed(folder, lambda table: table.drop_columns(["top_ids"])), "", "are damaged"),
@@ -268,17 +276,17 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "",
         "2 rows without scores, such as rows",
     ),
-    "shorter rows": (keep, "max_seq_length=40", "others: max_seq_length"),
+    "shorter rows": (keep, "max_seq_length=40", "what differs: max_seq_length"),
     "trained prompts": (keep, "train_on_inputs=true", "10 rows without scores"),
     "a template": (
         lambda folder: edit_json(folder / "header.json", template_hash="0" * 64),
         "max_seq_length=40",
-        "others: template_hash, max_seq_length",
+        "what differs: template_hash, max_seq_length",
     ),
     "a vocabulary": (
         lambda folder: edit_json(folder / "header.json", vocabulary_hash=""),
         "",
-        "others: vocabulary_hash",
+        "what differs: vocabulary_hash",
     ),
     "no tables": (keep, "distill.teacher=lines", "these scores have no tables to learn from"),
     "no teacher": (keep, "distill.teacher=null", "objective distill needs a teacher's scores"),

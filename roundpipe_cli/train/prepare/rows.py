@@ -78,7 +78,7 @@ def read_teacher(
     if not lacking and "vocabulary_hash" not in others:
         return teacher
     such = f", such as {dataset.where(lacking[0].row_id)}" if lacking else ""
-    found = f"{counted(len(lacking), 'row')} without scores{such}; others: {', '.join(others) or 'no key compared'}"
+    found = f"{counted(len(lacking), 'row')} without scores{such}; what differs: {', '.join(others) or 'the tokens'}"
     what, hint = "the teacher's scores are not of these rows", "score them by this recipe, model=TEACHER"
     expected = "the same vocabulary, tokens and trained places"
     raise RefusedError(what, where=str(folder), found=found, expected=expected, hint=hint)
