@@ -293,6 +293,7 @@ def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str
     out, err = said("convert", str(path), "--objective", objective)
     assert f"objective: {objective}" in out and "(objective)" not in out + err
     assert "did you mean --objective dpo" in said("convert", str(path), "--objective", "dop", code=2)[1]
+    assert "no objective distill" in said("convert", str(path), "--objective", "distill", code=2)[1]
     with pytest.raises(RefusedError, match="says for itself"):
         convert_file(EXAMPLES["axolotl_qlora"].text.encode(), "a.yaml", objective=objective)  # type: ignore[arg-type]
 
