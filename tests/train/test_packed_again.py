@@ -189,6 +189,12 @@ def test_a_scale_grows_with_its_block(tmp_path: Path, name: str) -> None:
     assert rounding.count == expected.numel() and rounding.largest == float((values - expected).abs().max())
 
 
+def test_the_least_scale_of_a_block_of_zeros_grows_as_far_as_its_new_weights() -> None:
+    scales, merged = torch.zeros(1, 1, dtype=torch.uint8), torch.full((1, 32), 0.012)
+    grown = packed_again._grown(scales, torch.zeros(1, 32, dtype=torch.int64), merged, 7.0)
+    assert 3.5 < 0.012 / float(packed_again._as_floats(grown)) <= 7
+
+
 def test_a_change_of_less_than_half_a_step_is_not_lost(tmp_path: Path) -> None:
     """Nearest codes would all be those of the base: the merged model would be the base."""
     generator = torch.Generator().manual_seed(7)

@@ -124,7 +124,7 @@ def _as_floats(scales: torch.Tensor) -> torch.Tensor:
 def _grown(scales: torch.Tensor, index: torch.Tensor, merged: torch.Tensor, most: float) -> torch.Tensor:
     """The scales, doubled where a weight of their block is above `most` of them; `index`: of each weight's scale."""
     largest = torch.zeros(scales.numel()).scatter_reduce(0, index.flatten(), merged.abs().flatten(), "amax")
-    old = _as_floats(scales).clamp(min=torch.finfo(torch.float32).tiny)
+    old = _as_floats(scales).clamp(min=2.0**-E8M0_BIAS)
     doublings = torch.log2((largest.reshape(scales.shape) / (old * most)).clamp(min=1.0)).ceil()
     if scales.dtype == torch.uint8:
         return (scales + doublings).to(torch.uint8)
