@@ -49,16 +49,16 @@ def eval(
     check_floors(EVAL_FLOORS)
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.score import is_result, opened_target
-    from roundpipe_cli.train.lm_eval_model import found_tasks, task_results, with_longest_row
+    from roundpipe_cli.train.lm_eval_model import found_tasks, task_results, with_longest_row, without_longest_row
     from roundpipe_cli.train.score import prepare_to_score
     from roundpipe_cli.train.signals import StopSignals
     from roundpipe_cli.watchdog import watching
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    names, tell = list(dict.fromkeys(name.strip() for name in tasks.split(","))), LinePrinter(1)
+    names, tell = list(dict.fromkeys(name.strip() for name in tasks.split(","))), without_longest_row(LinePrinter(1))
     figures = dict[str, dict[str, dict[str, float]]]()
     with StopSignals(": nothing was written"), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints
-        manager = found_tasks(names, include)
+        found = found_tasks(names, include)
         for when in ("before", "after") if is_result(target) else ("value",):
             with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
                 rows, before = partial(with_longest_row, folder=Path(folder)), when == "before"
@@ -66,7 +66,7 @@ def eval(
                 loaded, source, asked, _ = stack.enter_context(opened)
                 stack.enter_context(watching(loaded.recipe.watchdog_s))
                 setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
-                figures[when] = task_results(setup, names, manager, limit=limit, tell=tell)
+                figures[when] = task_results(setup, found, limit=limit, tell=tell)
     if json_:
         say_json({"limit": limit, **figures}, indent=None)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -18,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.events import Event, Notice, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.prepare.ready import Setup
@@ -27,45 +28,52 @@ from roundpipe_cli.units import counted
 
 Request = tuple[Any, list[int], list[int]]
 """Name in lm-eval, the tokens of its context, and those whose likelihood is asked for."""
+Tasks = dict[str, dict[str, Any]]
+"""`tasks`, `groups` and `group_map` of lm-eval, by name."""
 
 
-def found_tasks(names: Sequence[str], include: Path | None) -> TaskManager:
-    """Where lm-eval finds these tasks, also in the folder `include`; their data are read now.
+def found_tasks(names: Sequence[str], include: Path | None) -> Tasks:
+    """Tasks with their data, as lm-eval finds them, also in the folder `include`.
 
     Raises:
         RefusedError: there is no such task, its data are missing, or its answers are generated.
     """
-    where, tasks = str(include), dict[str, Any]()
+    where, found = str(include), Tasks(tasks={}, groups={}, group_map={})
+    random.seed(0)  # as lm-eval does
+    np.random.seed(1234)  # noqa: NPY002
     try:
         manager = TaskManager(include_path=include)
         for where in names:
             if where not in manager.all_tasks:
                 near = closest(where, manager.all_tasks)
                 raise RefusedError("lm-eval has no such task", found=where, expected=near, hint="lm-eval ls tasks")
-            tasks |= manager.load([where])["tasks"]
+            for key, one in manager.load([where]).items():
+                found[key] |= one
     except RefusedError:
         raise
     except Exception as error:
-        found = f"{type(error).__name__}: {str(error)[:300]}"
+        why = f"{type(error).__name__}: {str(error)[:300]}"
         hint = "data come from the hub; with --offline from what datasets fetched before"
-        raise RefusedError("a task or its data cannot be read", where=where, found=found, hint=hint) from error
-    if generated := [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]:
+        raise RefusedError("a task or its data cannot be read", where=where, found=why, hint=hint) from error
+    if generated := [name for name, task in found["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]:
         hint = "roundpipe export --merge, then lm_eval --model hf --model_args pretrained=FOLDER"
         raise RefusedError("a task's answers are generated", where=generated[0], found="generate_until", hint=hint)
-    return manager
+    return found
 
 
-def task_results(
-    setup: Setup, names: Sequence[str], manager: TaskManager, *, limit: int | None, tell: Tell
-) -> dict[str, dict[str, float]]:
+def task_results(setup: Setup, tasks: Tasks, *, limit: int | None, tell: Tell) -> dict[str, dict[str, float]]:
     """Figures of each task and group, under lm-eval's names.
 
     Args:
         setup: of `prepare_to_score`, for a recipe of `with_longest_row`.
+        tasks: of `found_tasks`.
         limit: documents of each task at most.
     """
-    model, how = RoundpipeLM(setup, tell), {"limit": limit, "task_manager": manager, "log_samples": False}
-    found = simple_evaluate(model, tasks=list(names), **how)["results"].items()
+    for one in tasks["tasks"].values():  # as `simple_evaluate`, which also asks git, pip and the machine for a report
+        if one.get_config("num_fewshot") is None:
+            one.set_config(key="num_fewshot", value=0)
+        one.set_fewshot_seed(seed=1234)
+    found = evaluate(RoundpipeLM(setup, tell), tasks, limit=limit, log_samples=False)["results"].items()
     return {task: {key: one for key, one in of.items() if isinstance(one, (int, float))} for task, of in found}
 
 
@@ -94,6 +102,10 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
             add_special_tokens = False
         how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer.encode(string, **how))
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-likelihood of each answer behind its context; without a bar, as ours are."""
+        return list(super().loglikelihood(requests, disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in windows where it is longer than a row."""
@@ -130,10 +142,23 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
         return [answers[index] for index in range(len(rows))]
 
 
+LONGEST = "longest.jsonl"
+
+
 def with_longest_row(loaded: LoadedRecipe, folder: Path) -> LoadedRecipe:
     """The recipe with one row, in a file in `folder`, as long as rows of tasks may be."""
-    recipe, file = loaded.recipe, folder / "longest.jsonl"
+    recipe, file = loaded.recipe, folder / LONGEST
     file.write_text(json.dumps({"text": "a " * recipe.max_seq_length}) + "\n", encoding="utf-8")
     alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
     alone |= {"datasets": (DatasetConfig(path=str(file), type="text"),), "long_rows": "truncate"}
     return replace(loaded, recipe=replace(recipe, objective=Recipe.objective, **alone))
+
+
+def without_longest_row(tell: Tell) -> Tell:
+    """`tell`, without what is said of the row of `with_longest_row`, which nobody gave."""
+
+    def passed(event: Event) -> None:
+        if not (isinstance(event, Notice) and (LONGEST in event.text or event.text.startswith("data: "))):
+            tell(event)
+
+    return passed

@@ -75,7 +75,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 def test_figures_of_a_result_before_and_after_are_lm_evals_own(trained: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
-    found = json.loads(run(trained, "eval", "out", *WORDS).expect(0).out)
+    done = run(trained, "eval", "out", *WORDS).expect(0)
+    found = json.loads(done.out)
+    assert not [text for text in ("fatal:", "longest", "data:", "Tokenizing") if text in done.err], done.err
     assert_same(found["before"], theirs(trained, base, tokenizer))
     assert_same(found["after"], theirs(trained, PeftModel.from_pretrained(base, trained / "out"), tokenizer))
     assert found["before"]["own_text"] != found["after"]["own_text"]
