@@ -58,7 +58,7 @@ def eval(
     names, tell = list(dict.fromkeys(name.strip() for name in tasks.split(","))), without_longest_row(LinePrinter(1))
     figures = dict[str, dict[str, dict[str, float]]]()
     with StopSignals(": nothing was written"), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints
-        found = found_tasks(names, include)
+        wanted = found_tasks(names, include)
         for when in ("before", "after") if is_result(target) else ("value",):
             with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
                 rows, before = partial(with_longest_row, folder=Path(folder)), when == "before"
@@ -66,7 +66,7 @@ def eval(
                 loaded, source, asked, _ = stack.enter_context(opened)
                 stack.enter_context(watching(loaded.recipe.watchdog_s))
                 setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
-                figures[when] = task_results(setup, found, limit=limit, tell=tell)
+                figures[when] = task_results(setup, wanted, limit=limit, tell=tell)
     if json_:
         say_json({"limit": limit, **figures}, indent=None)
         return
