@@ -118,10 +118,10 @@ class Remembered:
         """Remember a value of JSON's types; a cache that cannot be written is no error."""
         with suppress(OSError, ResourceError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, sealed(value))
             for path in self.path.parent.glob("*.json"):
                 if path.stat().st_mtime < time.time() - KEPT_S:
                     path.unlink(missing_ok=True)
-            write_atomically(self.path, sealed(value))
 
 
 def sealed(content: object) -> bytes:

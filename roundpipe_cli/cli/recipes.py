@@ -258,14 +258,20 @@ def write_new(path: Path, content: bytes) -> None:
 
     if path.is_dir():
         raise RefusedError(f"{path} is a folder", expected="a file to write", hint=f"name one: {path / 'mine.yaml'}")
-    if os.path.lexists(path):
-        hint = "name another file, or remove it first"
-        raise RefusedError(f"{path} is there already and is not overwritten", hint=hint)
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}"[:255])
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.urandom(4).hex()}-{path.name}"[:255])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file, where a folder should be: opening says so
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_new_file(temporary, [content], shared_mode(0o666))  # others may read it, as the umask says
-        temporary.rename(path)
+        try:
+            os.link(temporary, path)  # unlike a rename it replaces nothing
+        except OSError:  # the name is taken, or the file system has no hard links
+            if os.path.lexists(path):
+                raise FileExistsError from None
+            temporary.rename(path)
+    except FileExistsError:
+        hint = "name another file, or remove it first"
+        raise RefusedError(f"{path} is there already and is not overwritten", hint=hint) from None
     except OSError as error:
         hint = f"name a file in a folder that can be written, such as {path.name}"
         kind = ResourceError if error.errno in DISK_ERRORS else RefusedError

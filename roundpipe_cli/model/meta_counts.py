@@ -86,7 +86,7 @@ def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = No
 
 def is_remembered(config: Mapping[str, Any]) -> bool:
     """Whether `count_on_meta` answers at once."""
-    return _remembered(config).path.is_file()
+    return _remembered(config).load() is not None
 
 
 def _remembered(config: Mapping[str, Any]) -> Remembered:

@@ -301,7 +301,7 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
             def dying(event: str, arguments: tuple[object, ...], last: int = nth) -> None:
                 nonlocal count
-                if event in ("open", "os.mkdir", "os.rename", "os.remove"):
+                if event in ("open", "os.mkdir", "os.link", "os.remove"):
                     count += 1
                     if count == last:
                         os._exit(9)
@@ -320,6 +320,20 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="is there already"):
         write_new(path, b"other")
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_of_the_same_instant_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    """Story: a file that came between the look for its name and the rename was overwritten by the recipe."""
+    path = tmp_path / "recipe.yaml"
+    if not has_links:  # as on FAT
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no links")))
+    write_new(path, b"first")
+    path.unlink()
+    monkeypatch.setattr(os, "fsync", lambda _: path.write_bytes(b"mine"))
+    with pytest.raises(RefusedError, match="is there already"):
+        write_new(path, b"recipe")
+    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
