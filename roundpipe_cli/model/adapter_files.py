@@ -79,7 +79,7 @@ BASE_STARTS = ("pissa", "olora")
 """Starts that take the adapter's first product out of the base weights; PEFT makes them again when it loads."""
 CONVERT_HINT = "where it was trained, convert it: save_pretrained(..., path_initial_model_for_weight_conversion=)"
 MERGE_HINT = "where it was trained, merge it with merge_and_unload() and take the result for a base"
-BY_PEFT_HINT = "`roundpipe generate` and PEFT use the adapter as it is"
+BY_PEFT_HINT = "`roundpipe generate` without --stream and PEFT use the adapter as it is"
 MERGE_FIRST = "merge it first (`roundpipe export {} --merge`), then train a new adapter on the result"
 """Hint for the folder of an adapter that cannot be trained further."""
 LOST_STARTS = (
