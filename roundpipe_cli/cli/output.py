@@ -244,6 +244,9 @@ def explained(error: BaseException) -> RoundpipeError:
     if _out_of_memory(error):
         hint = "`roundpipe plan` says what a recipe needs"
         return ResourceError("out of host memory", found=str(error), hint=hint)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+        hint = "end other programs there; of `generate`: a smaller --batch-size or --weight-cache-gib, or --stream"
+        return ResourceError("out of device memory", found=str(error).partition("\n")[0], hint=hint)
     # Rust and C++ libraries say only in their messages that a limit on threads and processes was reached
     if any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN))):
         what = "the system lets this user start no more threads or processes"

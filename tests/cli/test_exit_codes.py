@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from roundpipe_cli.cache import CACHE_VARIABLE
-from roundpipe_cli.cli.output import run_command
+from roundpipe_cli.cli.output import explained, run_command
 from roundpipe_cli.cli.training import check_environment
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
@@ -195,3 +196,9 @@ def test_no_bar_of_a_library_is_drawn() -> None:
     code += "except SystemExit: pass\nfrom tqdm.auto import tqdm\nprint(sum(tqdm(range(300))))"
     done = python(code)
     assert done.stdout.endswith(f"{sum(range(300))}\n") and "300" not in done.stderr
+
+
+def test_a_device_without_memory_is_no_bug_of_ours() -> None:
+    """It was one in `generate`, with a hint to report it."""
+    error = explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"))
+    assert error.exit_code == 5 and "--batch-size" in str(error) and "more" not in str(error)
