@@ -254,6 +254,8 @@ def test_streamed_answers_are_those_of_the_whole_model(trained: Path) -> None:
     (trained / "asked.jsonl").write_text('{"prompt": "x"}\n{"question": "x"}\n')
     assert "asked.jsonl:2" in run(trained, *words, "--prompts", "asked.jsonl").expect(2).err
     assert "leave one of them out" in run(trained, *words, "x", "--prompts", "asked.jsonl").expect(2).err
+    several = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert "leave torchrun out" in run(trained, *words, "x", "--stream", environment=several).expect(2).err
 
 
 def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def generate(
 
     A model that fits, whole in --dtype, the GPU with the most free memory (host memory, where there is no GPU), is
     loaded there. Others are streamed, as with --stream: the weights lie on the host as the run had them, packed too, or
-    on disk where memory is short. Devices keep what fits; the rest comes past for each token, once for a batch.
+    on disk where memory is short. Devices keep what fits beside the answers' keys and values; the rest comes past for
+    each token, once for a batch.
 
     Without a prompt it is a conversation: a line is a turn, /reset begins anew, /exit or Ctrl-D ends it.
 
@@ -99,26 +100,31 @@ def generate(
 
             if source is None or found.kind == "model":
                 source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
-            how: dict[str, Any] = {"is_adapter": found.kind == "adapter", "stream": stream, "tell": LinePrinter(1)}
+            first = Prompt(text or "", system, max_new_tokens, temperature)
+            asked = [replace(first, **row) for row in rows or [{}]]
+            longest = max(asked, key=lambda one: len(one.text) + len(one.system or ""))
+            if rows is None and text is None:
+                longest = replace(longest, max_new_tokens=CONVERSATION_TOKENS + max_new_tokens)
+            how: dict[str, Any] = {"longest": longest, "batch_size": min(batch_size, len(asked))}
+            how |= {"is_adapter": found.kind == "adapter", "stream": stream, "tell": LinePrinter(1)}
             if weight_cache_gib is not None:
                 how |= {"stream": True, "cache_bytes": int(weight_cache_gib * GIB)}
             folder = found.folder if found.checkpoint is None else found.checkpoint.parent
             opening = opened_model(result, source, dtype, folder=folder, **how)
             model, tokenizer, where = stack.enter_context(opening)
         say(describe_answer(model, tokenizer, temperature, where))
-        first = Prompt(text or "", system, max_new_tokens, temperature)
 
-        def show(*asked: Prompt) -> WholeAnswer:
+        def show(*batch: Prompt) -> WholeAnswer:
             as_lines = json_ or rows is not None
-            given = answer_prompts(model, tokenizer, asked, is_shown=not as_lines)
-            for one, whole in zip(asked, given, strict=True) if as_lines else ():
+            given = answer_prompts(model, tokenizer, batch, is_shown=not as_lines)
+            for one, whole in zip(batch, given, strict=True) if as_lines else ():
                 document = {"prompt": one.text, "system": one.system, "answer": whole.text, "tokens": whole.num_tokens}
                 say_json({**document, "ended": whole.is_ended}, indent=None)
             return given[-1]
 
         if rows is not None:
-            for start in range(0, len(rows), batch_size):
-                show(*(replace(first, **row) for row in rows[start : start + batch_size]))
+            for start in range(0, len(asked), batch_size):
+                show(*asked[start : start + batch_size])
         elif text is not None:
             show(first)
         else:
@@ -128,6 +134,8 @@ def generate(
             converse(first, show, keeps_turns=keeps_turns)
 
 
+CONVERSATION_TOKENS = 8192
+"""Turns before a question, for whose keys and values a device that streams leaves room."""
 CHAT_COMMANDS = {
     "/help": "show these lines",
     "/reset": "begin anew: the turns before are forgotten",

@@ -122,7 +122,7 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
     model = build_skeleton(config, torch.bfloat16)
     split = split_model(model)
     embed, *blocks, head = layer_parameters(model, split)
-    figures = _figures_of(config.get_text_config(), model, split)
+    figures = figures_of_model(config.get_text_config(), model, split)
     module: Any = model
     first, last = module.get_input_embeddings().weight, getattr(module.get_output_embeddings(), "weight", None)
     unreached = sum(parameter.numel() for name, parameter in embed if name in split.unreached)
@@ -159,7 +159,7 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
     return attention, mlp + routed, active, rest, num_experts
 
 
-def _figures_of(text: Any, model: Any, split: ModelSplit) -> dict[str, Any]:
+def figures_of_model(text: Any, model: Any, split: ModelSplit) -> dict[str, Any]:
     """Whole numbers of the language model's configuration; the largest of a list."""
     from roundpipe_cli.model.attention import EAGER  # late: they load torch
     from roundpipe_cli.model.chunks import stateful_modules

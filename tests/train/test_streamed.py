@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.streaming import DevicePlan, StreamedModel, plan_devices
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, quantizable_names, quantize
+from roundpipe_cli.train import streamed
+from roundpipe_cli.train.prepare import setup
+from roundpipe_cli.train.result import generate
 from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, answer_prompts, load_result
 from roundpipe_cli.train.streamed import opened_model
 from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, write_recipe
+from tests.support.tiny import make_rig
 
-PROMPTS = [Prompt("Say x1: ", max_new_tokens=8), Prompt("Say something else, and longer: ", max_new_tokens=8)]
+PROMPTS = [Prompt("Say x1: ", max_new_tokens=5), Prompt("Say something else, and longer: ", max_new_tokens=5)]
 
 
 def source_of(folder: Path) -> ModelSource:
     return resolve_model(str(folder), revision=None, recipe_folder=folder, offline=True)
 
 
-def streamed_answers(result: Path, base: Path, cache_bytes: int) -> tuple[list[WholeAnswer], list[str]]:
+def streamed_answers(
+    result: Path, base: Path, cache_bytes: int | None, *, stream: bool = True, batch_size: int = 2
+) -> tuple[list[WholeAnswer], list[str]]:
     """The answers of a result whose layers fetch their weights, and notices."""
     said: list[Event] = []
-    how: dict[str, Any] = {"is_adapter": result != base, "stream": True, "folder": base, "tell": said.append}
+    how: dict[str, Any] = {"is_adapter": result != base, "stream": stream, "folder": base, "tell": said.append}
+    how |= {"longest": PROMPTS[1], "batch_size": batch_size}
     with opened_model(result, source_of(base), "float32", cache_bytes=cache_bytes, **how) as (model, tokenizer, _):
         found = answer_prompts(model, tokenizer, PROMPTS, is_shown=False)
     return found, [event.text for event in said if isinstance(event, Notice)]
@@ -57,7 +69,7 @@ def whole_answers(result: Path, base: Path) -> list[WholeAnswer]:
 def test_a_streamed_result_answers_as_the_whole_one(
     model_type: str, options: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    result = base = make_model(tmp_path / "base", model_type)
+    result = base = make_model(tmp_path / "base", model_type, num_hidden_layers=3)
     (base / "generation_config.json").write_text('{"repetition_penalty": 1.3, "eos_token_id": [2, 3], "top_k": 7}')
     if options is not None:
         result = tmp_path / "adapter"
@@ -91,3 +103,54 @@ def test_the_base_lies_packed_as_in_the_run(tmp_path: Path) -> None:
     assert expected != whole_answers(tmp_path / "adapter", base)
     for cache_bytes in (0, 1 << 30):
         assert streamed_answers(tmp_path / "adapter", base, cache_bytes)[0] == expected
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("llama", 2), ("gpt2", 4), ("deepseek_v3", 4), ("gemma3_text", 1)])
+def test_room_is_left_for_what_the_cache_takes(model_type: str, groups: int, tmp_path: Path) -> None:
+    source = source_of(make_model(tmp_path, model_type, num_hidden_layers=2, num_key_value_heads=groups))
+    width = streamed._skeleton(source, torch.float32, None)[-1]
+    model, _ = load_result(tmp_path, source, "float32", is_adapter=False)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.arange(12).view(2, 6), past_key_values=cache, use_cache=True)
+    held = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+    assert held == [2 * 6 * width] * 2
+
+
+def test_a_larger_batch_leaves_less_room_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, said = make_model(tmp_path, "llama", num_hidden_layers=2), []
+    monkeypatch.setattr(setup, "host_memory", lambda: SimpleNamespace(available_bytes=0))  # so that they are on disk
+    monkeypatch.setattr(streamed, "host_memory", lambda: SimpleNamespace(available_bytes=10**7))
+    for batch_size in (2, 1000):
+        said.append(" ".join(streamed_answers(base, base, None, batch_size=batch_size)[1]))
+    assert "0 B come past" in said[0] and "streaming: 0 B of weights stay" in said[1]
+
+
+def test_only_a_model_that_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_model(tmp_path, "llama", num_hidden_layers=2)
+    num_bytes = sum(one.nbytes for one in build_skeleton(load_config(source_of(base)), torch.float32).parameters())
+    needed = int(generate.ROOM_SHARE * num_bytes) + generate.ROOM_BYTES + 1
+    found = []
+    for free in (needed, needed - 2):
+        monkeypatch.setattr(generate, "host_memory", lambda free=free: SimpleNamespace(available_bytes=free))
+        found.append(streamed_answers(base, base, None, stream=False))
+    (whole, before), (passing, said) = found
+    assert len({one.text for one in whole}) == 2 and whole == passing
+    assert [any("streaming:" in text for text in some) for some in (before, said)] == [False, True]
+
+
+def test_a_batch_is_advised_below_one_token_a_second() -> None:
+    for num_bytes, count in ((10**6, 1), (10**13, 2)):
+        said = list(streamed._describe([DevicePlan({1: num_bytes}, frozenset())], ("cpu",), is_mapped=True))
+        assert len(said) == count and ("--prompts FILE" in said[-1]) == (count == 2)
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_an_error_of_the_copying_thread_reaches_the_reader(at: int) -> None:
+    rig = make_rig("llama")
+    before, pair = threading.active_count(), (CpuBackend(1, copy=True), plan_devices(rig.store.layouts, 1, 0)[0])
+    with pytest.raises(RuntimeError), StreamedModel(rig.skeleton, rig.split, rig.store, [pair]), torch.no_grad():
+        rig.store.buffers[at] = rig.store.buffers[at][1:]
+        for _ in range(2):
+            rig.skeleton(torch.tensor([[1, 2]]))
+    assert threading.active_count() == before
