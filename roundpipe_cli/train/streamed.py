@@ -35,10 +35,10 @@ from roundpipe_cli.train.prepare.ready import DTYPES
 from roundpipe_cli.train.prepare.setup import lay_out, make_weight_store, weight_formats
 from roundpipe_cli.train.result.generate import (
     Prompt,
+    ids_of_prompt,
     load_result,
     move_to_gpu,
     needs_streaming,
-    prompt_ids,
     tokenizer_of,
 )
 from roundpipe_cli.units import format_bytes
@@ -92,7 +92,7 @@ def opened_model(
     store = make_weight_store(recipe, layouts, tell)
     if cache_bytes is None:
         free = [host_memory().available_bytes] if on_host else map(cuda.memory_bytes, range(len(devices)))
-        num_tokens = batch_size * (len(prompt_ids(tokenizer, longest)) + longest.max_new_tokens)
+        num_tokens = batch_size * (len(ids_of_prompt(tokenizer, longest)) + longest.max_new_tokens)
         answers = num_tokens * width * DTYPES[dtype].itemsize * -(-(len(layouts) - 2) // len(devices))
         whole = max(layout.whole_bytes for layout in layouts)
         cache_bytes = max(0, int(WEIGHTS_SHARE * (min(free) - answers)) - whole)

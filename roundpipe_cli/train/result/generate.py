@@ -159,7 +159,7 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_
     """
     from transformers import TextStreamer
 
-    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    ids = [ids_of_prompt(tokenizer, prompt) for prompt in prompts]
     first, longest = prompts[0], max(map(len, ids))
     sampling = {"do_sample": True, "temperature": first.temperature} if first.temperature else {"do_sample": False}
     ends = answer_ends(model, tokenizer)
@@ -195,7 +195,7 @@ def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pads: Sequence[i
     return WholeAnswer(text, count, is_ended=bool(count) and new[count - 1] in ends)
 
 
-def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def ids_of_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Tokens of a prompt, in the chat template if there is one."""
     if not has_template(tokenizer):
         return list(tokenizer(prompt.text)["input_ids"])
