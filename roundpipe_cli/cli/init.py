@@ -23,7 +23,8 @@ def init(
     objective: Annotated[
         str | None,
         typer.Option(
-            help=f"{either(OBJECTIVES)}.", show_default=f"{objectives_of('pair')[0]} for preference pairs, else sft"
+            help=f"{either(name for name, kind in OBJECTIVES.items() if not kind.needs_teacher)}.",
+            show_default=f"{objectives_of('pair')[0]} for preference pairs, else sft",
         ),
     ] = None,
     columns: Annotated[

@@ -500,6 +500,8 @@ def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, 
                 expected="one of " + ", ".join(f"{name}=" for name in names),
                 hint=f"did you mean {near}=...?" if near else None,
             )
+        if key in figures:
+            raise RefusedError(f"{key} is given twice", where=where, found=text, expected=f"{key}= once")
         if key in _WORDS:
             what, words = _WORDS[key]
             if value.lower() not in words:
@@ -512,7 +514,7 @@ def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, 
             number = -1.0
         is_whole = key in _WHOLE
         if not (0 < number < 1e9 or (number == 0 and key == "disk_free_gib")) or (is_whole and number % 1):
-            what = f"{key} is not a {'whole ' * is_whole}number above 0"
+            what = f"{key} is not a {'whole ' * is_whole}number above 0 and below 1e9"
             raise RefusedError(what, where=where, found=value, expected=f"such as {2 if is_whole else 24}")
         figures[key] = int(number) if is_whole else number
     return figures

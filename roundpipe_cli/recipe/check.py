@@ -595,7 +595,8 @@ def _find_objective_problems(recipe: Recipe, findings: Findings) -> None:
     objective, rows = recipe.objective, recipe.objective_kind.rows
     for path, dataset in _datasets_of(recipe):
         if dataset.type != "auto" and dataset.type not in rows.row_types:
-            fitting = [name for name, kind in OBJECTIVES.items() if dataset.type in kind.rows.row_types]
+            kinds = ((name, kind) for name, kind in OBJECTIVES.items() if not kind.needs_teacher)
+            fitting = [name for name, kind in kinds if dataset.type in kind.rows.row_types]
             what, hint = f"objective {objective} needs {rows.noun}", f"add the line `objective: {either(fitting)}`"
             findings.add((*path, "type"), what, found=dataset.type, expected=either(rows.row_types), hint=hint)
     if recipe.objective_kind.needs_teacher and recipe.distill.teacher is None:
