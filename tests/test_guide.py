@@ -109,7 +109,7 @@ def test_from_python(model: str, tmp_path: Path) -> None:
     (folder / "first.yaml").write_text(recipe.replace("model: model", f"model: {name}"), encoding="utf-8")
     done = launch(folder, before=partial(run_python, code)).finish().expect(0)
     verdict, memory, result, *steps = done.out.splitlines()
-    assert verdict.startswith("FITS () ()") and float(memory.split()[0]) > 2**30
+    assert verdict.startswith("FITS () (") and float(memory.split()[0]) > 2**30
     assert result.startswith("outputs/first 6 " if model == "tiny" else "outputs/first 2 ")
     numbers, losses = zip(*(line.split() for line in steps), strict=True)
     assert [*map(int, numbers)] == list(range(1, 1 + len(steps))) and len(steps) == (6 if model == "tiny" else 2)

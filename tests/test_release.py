@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.cli import export
 from roundpipe_cli.cli.export import check_upload, convert_to_gguf, push
-from roundpipe_cli.cli.generate import check_temperature, converse, read_prompt
+from roundpipe_cli.cli.generate import check_temperature, converse, read_prompt, read_prompts
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_device
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
@@ -374,6 +374,13 @@ def test_nothing_outside_the_folder_is_uploaded(tmp_path: Path, name: str) -> No
 def test_generate_refuses_its_words_before_anything_is_loaded(trained: Path, words: list[str], what: str) -> None:
     err = said("generate", str(trained / "out"), "Hi", *words, code=2)[1]
     assert what in err and err.count("error: ") == 1 and " tokens of " not in err
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    for name, text in (("p.txt", "\n\n"), ("p.json", "[]")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(RefusedError, match="no prompts"):
+            read_prompts(tmp_path / name)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 5e-324, float("nan"), float("inf")])

@@ -65,10 +65,10 @@ def check_environment(recipe: Recipe) -> torchrun.Process:
             expected="one process on each machine: it drives all of the machine's devices",
             hint="torchrun --nproc-per-node 1, or roundpipe without torchrun; else name pipeline.devices",
         )
-    from roundpipe_cli.planning.admission import check_shareable
-
-    check_shareable(recipe, process.count)
     if process.count > 1:
+        from roundpipe_cli.planning.admission import check_shareable
+
+        check_shareable(recipe, process.count)
         torchrun.require_address()
     if notice := torchrun.launched_without_ranks():
         say(f"note: {notice}")

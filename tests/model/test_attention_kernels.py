@@ -39,6 +39,7 @@ MODELS = (
     "google/gemma-3-1b-pt",
     "Qwen/Qwen3.5-9B",
     "Qwen/Qwen3.5-35B-A3B",
+    "Qwen/Qwen3-Next-80B-A3B",
 )
 """One of each shipped family, and those of other widths; further sizes differ in the number of heads."""
 MASKED_PACKED = "rows of a packed sequence are kept apart by a dense mask until variable-length attention is used"

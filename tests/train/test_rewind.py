@@ -326,6 +326,7 @@ def unchanged_setup(recipe: Recipe) -> Any:
         config_hash="",
         start_hash="",
         loss=None,
+        teacher=None,
     )
 
 
