@@ -500,8 +500,6 @@ def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, 
                 expected="one of " + ", ".join(f"{name}=" for name in names),
                 hint=f"did you mean {near}=...?" if near else None,
             )
-        if key in figures:
-            raise RefusedError(f"{key} is given twice", where=where, found=text, expected=f"{key}= once")
         if key in _WORDS:
             what, words = _WORDS[key]
             if value.lower() not in words:

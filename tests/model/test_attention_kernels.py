@@ -84,7 +84,7 @@ def _arguments(
 def attention_of(hub_id: str, packed: bool, shared: bool) -> tuple[Call, ...]:
     """Calls of one block of each kind, forward on meta tensors, at the model's own heads and widths."""
     set_up_attention((8, 0) if shared else (7, 5))
-    layers = 6 if "gemma" in hub_id else 4 if "Qwen3.5" in hub_id else 2
+    layers = 6 if "gemma" in hub_id else 4 if hub_id.startswith(("Qwen/Qwen3.5", "Qwen/Qwen3-Next")) else 2
     figures = shipped(hub_id, num_hidden_layers=layers, vocab_size=64)
     if figures["model_type"] in MASKED:
         figures["sliding_window"] = TOKENS // 4

@@ -111,7 +111,6 @@ REFUSED = {
     "machines=2.5,network_gb_per_s=1": "machines is not a whole number",
     "machines=0,network_gb_per_s=1": "machines is not a whole number",
     "machines=65,network_gb_per_s=1": "too many machines",
-    "machines=2,machines=3,network_gb_per_s=1": "machines is given twice",
     "machines=1000000000,network_gb_per_s=1": "machines is not a whole number above 0 and below 1e9",
     "machines=2,network_gb_per_s=0": "network_gb_per_s is not a number above 0 and below 1e9",
 }
