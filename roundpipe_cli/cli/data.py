@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli.cli.options import OfflineOption
 from roundpipe_cli.cli.output import go_offline, has_colour, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.units import counted, escape_controls
 
@@ -31,7 +32,7 @@ def data(
         typer.Argument(metavar="KEY=VALUE", help="key=value in place of the recipe's, such as max_seq_length=1024."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    offline: OfflineOption = False,
 ) -> None:
     """Show what training would see: rows kept and lost, lengths, packing, and samples with trained tokens marked.
 

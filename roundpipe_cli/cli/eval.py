@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from roundpipe_cli.cli.options import BaseOption, OfflineOption, OtherBaseOption
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import aligned
@@ -25,11 +26,9 @@ def eval(
     include: Annotated[
         Path | None, typer.Option("--include-path", metavar="FOLDER", help="Of more tasks, as lm-eval's.")
     ] = None,
-    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
-    allow_other_base: Annotated[
-        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
-    ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
+    offline: OfflineOption = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Evaluate tasks of lm-eval whose answers are chosen or weighed by likelihood; of a result before training, too.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from roundpipe_cli.cli.options import BaseOption, OfflineOption, OtherBaseOption
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, shared_mode
@@ -195,10 +196,8 @@ def export(
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FOLDER", help="New folder. [default: OUTPUT_DIR/merged or exported]")
     ] = None,
-    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
-    allow_other_base: Annotated[
-        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
-    ] = False,
+    base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: as the base's]"),
@@ -224,7 +223,7 @@ def export(
     push_to: Annotated[
         str | None, typer.Option("--push", metavar="REPO", help="Upload the folder to the hub; private if new.")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    offline: OfflineOption = False,
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout: folder, files, errors of packing again.")
     ] = False,

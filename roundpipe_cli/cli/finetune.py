@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli import torchrun
+from roundpipe_cli.cli.options import OfflineOption
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
 from roundpipe_cli.cli.training import PAGE_NAME, train_recipe, upload, write_page
 from roundpipe_cli.errors import DeviceLostError, RefusedError
@@ -132,7 +133,7 @@ def finetune(
     allow_other_base: Annotated[
         bool, typer.Option("--allow-other-base", help="Start from an adapter (lora.start_from) of another base model.")
     ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    offline: OfflineOption = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write the last steps' work to trace.json, for ui.perfetto.dev.")
     ] = False,

@@ -15,6 +15,7 @@ import typer
 
 from roundpipe_cli import torchrun
 from roundpipe_cli.cli.export import check_dtype, find_result, opened_result
+from roundpipe_cli.cli.options import BaseOption, OfflineOption, OtherBaseOption
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.regular_files import named_path
@@ -41,10 +42,8 @@ def generate(
     system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of the answer, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most probable tokens.")] = 0.0,
-    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
-    allow_other_base: Annotated[
-        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
-    ] = False,
+    base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     prompts: Annotated[
         Path | None,
@@ -57,7 +56,7 @@ def generate(
     weight_cache_gib: Annotated[
         float | None, typer.Option("--weight-cache-gib", min=0.0, help="Of weights kept on each device, streaming.")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    offline: OfflineOption = False,
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout, when the answer is whole.")
     ] = False,

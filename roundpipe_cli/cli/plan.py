@@ -311,30 +311,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "forward_stages": [list(stage) for stage in answer.cut.forward_stages],
         "backward_stages": [list(stage) for stage in answer.cut.backward_stages],
         "layers": [{key: getattr(layer, key) for key in FILE_KEYS} for layer in answer.layers],
-        "predicted": {
-            "step_s": answer.step_s,
-            "arithmetic_s": answer.arithmetic_s,
-            "launches_s": answer.launches_s,
-            "waiting_s": answer.waiting_s,
-            "waiting_for_rows_s": answer.waiting_for_rows_s,
-            "attention_s": answer.attention_s,
-            "exchange_s": answer.exchange.waiting_s,
-            "exchange_bytes_per_step": answer.exchange.num_bytes,
-            "tokens_per_s": answer.tokens_per_s,
-            "bubble_ratio": answer.bubble_ratio,
-            "device_peak_bytes": verdict.device.total_bytes,
-            "host_bytes": verdict.host.total_bytes,
-            "loading_host_bytes": verdict.loading.total_bytes,
-            "disk_bytes": verdict.disk.total_bytes,
-            "upload_bytes_per_step": answer.links.up,
-            "step_s_range": list(answer.band.around(answer.step_s)),
-            "tokens_per_s_range": list(answer.tokens_per_s_range),
-            "range_rests_on": answer.band.why,
-            "run_steps": length.steps,
-            "run_s": None if length.steps is None else length.steps * time.step_s,
-            "dollars_per_billion_tokens": answer.dollars_per_billion_tokens,
-            "dollars_of_run": cost_of_run(answer, length, time),
-        },
+        "predicted": _predicted(answer, length, time),
         "assumptions": _assumptions(answer, length),
     }
     if rest is not None:
@@ -356,6 +333,35 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "changes": [_change_document(change) for change in solution.changes],
         }
     return document
+
+
+def _predicted(answer: Plan, length: RunLength, time: Forecast) -> dict[str, Any]:
+    """The figures of a step and of the run in the document."""
+    verdict = answer.verdict
+    return {
+        "step_s": answer.step_s,
+        "arithmetic_s": answer.arithmetic_s,
+        "launches_s": answer.launches_s,
+        "waiting_s": answer.waiting_s,
+        "waiting_for_rows_s": answer.waiting_for_rows_s,
+        "attention_s": answer.attention_s,
+        "exchange_s": answer.exchange.waiting_s,
+        "exchange_bytes_per_step": answer.exchange.num_bytes,
+        "tokens_per_s": answer.tokens_per_s,
+        "bubble_ratio": answer.bubble_ratio,
+        "device_peak_bytes": verdict.device.total_bytes,
+        "host_bytes": verdict.host.total_bytes,
+        "loading_host_bytes": verdict.loading.total_bytes,
+        "disk_bytes": verdict.disk.total_bytes,
+        "upload_bytes_per_step": answer.links.up,
+        "step_s_range": list(answer.band.around(answer.step_s)),
+        "tokens_per_s_range": list(answer.tokens_per_s_range),
+        "range_rests_on": answer.band.why,
+        "run_steps": length.steps,
+        "run_s": None if length.steps is None else length.steps * time.step_s,
+        "dollars_per_billion_tokens": answer.dollars_per_billion_tokens,
+        "dollars_of_run": cost_of_run(answer, length, time),
+    }
 
 
 def _change_document(change: Change) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli import torchrun
+from roundpipe_cli.cli.options import BaseOption, OfflineOption, OtherBaseOption
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data, say_json
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import tell_notices
@@ -35,11 +36,9 @@ def score(
     top_k: Annotated[
         int, typer.Option("--top-k", metavar="N", min=0, max=1024, help="Also the N most probable tokens there.")
     ] = 0,
-    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
-    allow_other_base: Annotated[
-        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
-    ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
+    offline: OfflineOption = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Score rows as the recipe reads them: one forward, with the weights as the run has them, and no backward.

@@ -40,6 +40,11 @@ def row_digest(row: Row) -> str:
     return hashlib.sha256(row.input_ids.astype("<i4").tobytes() + row.labels.astype("<i4").tobytes()).hexdigest()
 
 
+def template_hash(template: str | None) -> str | None:
+    """SHA-256 of a chat template; None: there is none."""
+    return template and hashlib.sha256(template.encode()).hexdigest()
+
+
 def vocabulary_hash(tokenizer: Any) -> str:
     """SHA-256 over the words of a tokenizer with their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

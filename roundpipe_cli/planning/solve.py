@@ -357,9 +357,7 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
     if question.given.recipe.pipeline.sequence_chunks == "auto":
         settings = replace(settings, sequence_chunks=1, num_microbatches=settings.num_sequences)
     if question.given.recipe.micro_batch_tokens == "auto":
-        rows = -(
-            -recipe.rows_per_step // question.hardware.machines
-        )  # `auto` takes one where there is no room for more
+        rows = math.ceil(recipe.rows_per_step / question.hardware.machines)  # `auto` takes one where room is short
         count = rows * settings.sequence_chunks
         settings = replace(settings, micro_batch_size=1, num_microbatches=count, counts_tokens=False)
     return replace(

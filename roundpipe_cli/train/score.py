@@ -32,7 +32,7 @@ from pyarrow import parquet
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.collate import pad_token_id
-from roundpipe_cli.data.teacher import FORMAT, row_digest, vocabulary_hash
+from roundpipe_cli.data.teacher import FORMAT, row_digest, template_hash, vocabulary_hash
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import NotFiniteError, Problem, RecipeError, RefusedError
 from roundpipe_cli.events import HEADER_NAME, SCORES_NAME, Notice, Phase, Tell, tell_notices
@@ -185,7 +185,6 @@ class ScoreFolder:
     def _header(self) -> dict[str, Any]:
         """Facts of what is scored and how: whoever reads scores compares its own rows and vocabulary with them."""
         setup, dataset, state = self._setup, self._setup.dataset, run_state(self._setup)
-        template = dataset.chat_template
         return {
             "format": FORMAT,
             "model": setup.source.name,
@@ -193,7 +192,7 @@ class ScoreFolder:
             "rows": len(dataset.rows),
             "top_k": self._top_k and min(self._top_k, self._vocabulary),
             **{name: state[name] for name in STATES},
-            "template_hash": template and hashlib.sha256(template.encode()).hexdigest(),
+            "template_hash": template_hash(dataset.chat_template),
             "vocabulary_hash": vocabulary_hash(setup.tokenizer),
             "vocabulary_size": self._vocabulary,
             **{key: getattr(setup.recipe, key) for key in SETTINGS},

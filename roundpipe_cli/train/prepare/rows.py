@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import nn
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DataReport
 from roundpipe_cli.data.settings import DataSettings, spec_of
-from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, vocabulary_hash
+from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, template_hash, vocabulary_hash
 from roundpipe_cli.data.tokenized import (
     Row,
     TokenizedDataset,
@@ -69,8 +68,8 @@ def read_teacher(
         return None
     copy_to = None if num_tokens is None else named_path(recipe.output_dir)
     folder, header = find_teacher(recipe.distill.teacher, loaded.folder)
-    template = dataset.chat_template and sha256(dataset.chat_template.encode()).hexdigest()
-    own: dict[str, Any] = {"vocabulary_hash": vocabulary_hash(tokenizer), "template_hash": template}
+    own: dict[str, Any] = {"vocabulary_hash": vocabulary_hash(tokenizer)}
+    own["template_hash"] = template_hash(dataset.chat_template)
     own["max_seq_length"] = recipe.max_seq_length
     others = [key for key, value in own.items() if header.get(key) != value]
     teacher = open_teacher(folder, header, num_tokens=num_tokens or sys.maxsize, copy_to=copy_to)
