@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -225,6 +227,21 @@ def test_updates_leave_a_core_for_each_card(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(devices, "num_cores", lambda: 4)
     asked = [("cpu", "cpu"), ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:0",) * 9]
     assert [devices.updater_threads(names) for names in asked] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("second", "is_ordered"), [((2, 3), True), ((1, 2), False)])
+def test_threads_may_add_to_other_rows_of_one_table(second: tuple[int, int], is_ordered: bool) -> None:
+    rows = [torch.tensor([0, 1]), torch.tensor(second)]
+    outcome = contextlib.nullcontext() if is_ordered else pytest.raises(AssertionError, match="nothing orders")
+    with outcome, simulated(), ThreadPoolExecutor(2) as pool:
+        total, barrier = torch.zeros(4, 2), Barrier(2)
+
+        def add(some: torch.Tensor) -> None:
+            barrier.wait()
+            gradients.add_rows(total, some, torch.ones(2, 2))
+            barrier.wait()
+
+        list(pool.map(add, rows))
 
 
 def test_squares_of_a_large_sum_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,9 @@ class CardMode(TorchDispatchMode):
         machine = self.machine
         with machine.lock:
             uses = [(tensor, machine.memory_of(tensor), writes) for tensor, writes in tensors]
+        if operation.name == "aten::index_add_" and args[1] == 0 and uses[0][1].device is None:
+            # Of a table on the host the rows that are named alone: two threads may add to others at one time.
+            uses = [(args[0][row], uses[0][1], True) for row in args[2].unique().tolist()] + uses[1:]
         if operation.name == "aten::copy_":
             return self._copy(uses, bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False))
         source = uses[0][1].device if uses else None
