@@ -244,7 +244,6 @@ class Case:
         """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
         rig = rig or self.rig()
         with simulated(seed, **options) as simulation, page_locked(rig), narrow_sums(self.float16_accumulation):
-            rig.store._changed = threading.Condition()  # whose lock hands clocks on
             bits = self.on(rig, backends_of(devices or self.devices))
         return bits, simulation
 
@@ -328,7 +327,8 @@ def kernels_as_on(cards: Sequence[Card] = CARDS) -> Iterator[None]:
 
 @contextmanager
 def page_locked(rig: Rig) -> Iterator[None]:
-    """Weights and gradients page-locked, as in a run."""
+    """Weights and gradients page-locked, as in a run, and changes told by a lock that a simulation may watch."""
+    rig.store._changed = threading.Condition()  # whose lock hands clocks on
     buffers = rig.store.transferred
     for buffer in buffers:
         assert cuda.register_host_buffer(buffer, 0)
