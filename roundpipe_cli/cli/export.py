@@ -200,7 +200,7 @@ def export(
     allow_other_base: OtherBaseOption = False,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: as the base's]"),
+        typer.Option("--dtype", help="Of merged or whole weights: bfloat16, float16, float32. [default: as they are]"),
     ] = None,
     adapter_layout: Annotated[
         str,
@@ -237,7 +237,7 @@ def export(
     say(f"reading {output_dir} ...")
     found = find_result(output_dir)
     if merge and found.kind == "model":
-        say("note: this result is a whole model: there is nothing to merge, it is copied")
+        say("note: this result is a whole model: there is nothing to merge")
         merge = False
     gguf = _check_gguf_type(gguf)
     check_dtype(dtype)
@@ -249,7 +249,7 @@ def export(
         (converter is not None and not is_whole, "--converter is for whole models", "leave it out, or add --merge"),
         (push_to is not None and offline, "--push needs a connection", "leave --offline out"),
         (adapter_layout == "vllm" and is_whole, "--adapter-layout is for adapters", "leave it or --merge out"),
-        (dtype and not merge, "--dtype is for merged weights", "leave it out" if is_whole else "add --merge"),
+        (dtype and not is_whole, "--dtype is for whole weights", "add --merge"),
     ):
         if is_wrong:
             raise RefusedError(what, where=str(output_dir), hint=hint)
@@ -266,8 +266,8 @@ def export(
         if gguf is not None and is_whole:
             program = _find_gguf_writer(result, source if merge else None, gguf, converter)
         made: dict[str, Any] = {"tell": _note, "base": base, "gguf": gguf is not None}
-        if merge and source is not None:
-            line, rounding = merge_result(result, source, target, dtype, progress=say, **made)
+        if merge or (dtype and is_whole):
+            line, rounding = merge_result(result, source if merge else None, target, dtype, progress=say, **made)
             say(line)
         else:
             made["single_experts"] = adapter_layout == "vllm"

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from roundpipe_cli.choices import PackedName
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.router_loss import WANTED
+from roundpipe_cli.model.stored.formats import find_stored
+from roundpipe_cli.model.stored.tensors import OpenFiles
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
@@ -31,7 +34,11 @@ from tests.support.e2e import (
     make_workspace,
     run,
 )
+from tests.support.published import publish
 from tests.support.tiny import logits_of, tiny_config
+
+EXPORTED = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+"""Sizes of whole blocks of FP8."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +118,38 @@ def merge_and_measure(base: Path, adapter: Path, target: Path) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     merge_result(adapter, ModelSource("base", base), target, None, tell=print)
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", None), ("qwen3_moe", "fp8_blocks"), ("gpt_oss", "mxfp4")])
+def test_a_whole_model_in_another_type(tmp_path: Path, model_type: str, kind: PackedName | None) -> None:
+    """Rounded once, by shards, as transformers reads it; of a packed one all that its codes say."""
+    model = make_model(tmp_path / "out", model_type, **(EXPORTED if kind else {}))
+    if kind is not None:
+        publish(model, kind)
+    expected = {name: weight.read(OpenFiles()) for name, weight in find_stored(model, torch.float32).items()}
+    for dtype in ("bfloat16", "float16"):
+        done = run(tmp_path, "export", "out", "--dtype", dtype, "--to", dtype).expect(0)
+        assert f"weights in {dtype}" in done.err and "merged" not in done.out
+        written = load_file(tmp_path / dtype / "model.safetensors")
+        own = getattr(torch, dtype)
+        assert expected.keys() == written.keys()
+        assert all(torch.equal(one, expected[name].to(own)) for name, one in written.items())
+        config = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert dtype in (config.get("dtype"), config.get("torch_dtype")) and "quantization_config" not in config
+        assert load_whole(tmp_path / dtype).dtype == torch.float32  # which asks for it
+    merge_result(model, None, tmp_path / "cut", "bfloat16", tell=print, max_shard_bytes=100_000)
+    parts = [load_file(path) for path in sorted((tmp_path / "cut").glob("*.safetensors"))]
+    assert len(parts) > 1 and {name for part in parts for name in part} == written.keys()
+
+
+def test_a_type_that_cannot_hold_a_weight_is_refused_by_name(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "out") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 70000.0
+    save_file(tensors, path, {"format": "pt"})
+    refused = run(tmp_path, "export", "out", "--dtype", "float16", "--to", "narrow").expect(2)
+    assert "overflows in float16" in refused.err and "layers.1.mlp.up_proj" in refused.err
+    assert not (tmp_path / "narrow").exists()
 
 
 def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
@@ -258,7 +297,7 @@ def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     cases = [
         (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
-        (("out", "--dtype", "float32"), "--dtype is for merged"),
+        (("out", "--dtype", "float32"), "--dtype is for whole weights"),
         (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),
     ]
     for words, text in cases:

@@ -80,9 +80,16 @@ class MergedTensors:
     """The tensors of the result on demand: the base's, those of adapted modules with the adapter added."""
 
     def __init__(
-        self, model: nn.Module, base: BaseWeights, result: Path, *, dtype: torch.dtype | None, unpacked: torch.dtype
+        self,
+        model: nn.Module,
+        base: BaseWeights,
+        result: Path | None,
+        *,
+        dtype: torch.dtype | None,
+        unpacked: torch.dtype,
     ) -> None:
-        """`model`: gets the adapter's modules; `dtype`: of the weights; None: as the files have it, or `unpacked`."""
+        """`model`: gets the modules of the adapter in `result`, if there is one; `dtype`: of the weights; None: as the
+        files have it, or `unpacked`."""
         tied = tied_names(model)
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -227,17 +234,18 @@ def reverts(group: WeightGroup, base: BaseWeights, model: nn.Module) -> bool:
 class _Adapted:
     """Weights of the model by name, those of adapted modules with the adapter added."""
 
-    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, first: Mapping[str, str]) -> None:
-        """`first`: other names of a shared weight -> the model's."""
-        self._base = base
-        config = read_adapter_config(result)
-        config.inference_mode, config.lora_dropout = True, 0.0
-        put_adapter(model, config, result)
-        self._adapter = read_adapter_tensors(model, result)
-        self._started = StartedBase(model, result)
-        for name in self._started.names:
-            if any(is_nf4(weight) for weight in base.group_of(base_name(name)).stored.values()):
-                self._started.refuse_packed(name)
+    def __init__(self, model: nn.Module, base: BaseWeights, result: Path | None, first: Mapping[str, str]) -> None:
+        """`result`: None: there is no adapter; `first`: other names of a shared weight -> the model's."""
+        self._base, self._adapter, stays_tied = base, dict[str, torch.Tensor](), True
+        if result is not None:
+            config = read_adapter_config(result)
+            config.inference_mode, config.lora_dropout, stays_tied = True, 0.0, config.ensure_weight_tying
+            put_adapter(model, config, result)
+            self._adapter = read_adapter_tensors(model, result)
+            self._started = StartedBase(model, result)
+            for name in self._started.names:
+                if any(is_nf4(weight) for weight in base.group_of(base_name(name)).stored.values()):
+                    self._started.refuse_packed(name)
         self._units = dict(_units(model))
         for path, unit in self._units.items():
             _refuse_lost_bias(path, unit, result)
@@ -262,7 +270,6 @@ class _Adapted:
         self._changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys() | self._rows.keys()
         self._first, self._own = first, dict[str, str]()
         self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        stays_tied = config.ensure_weight_tying
         self.untied = {} if stays_tied else {twin: name for twin, name in first.items() if self._differ(twin, name)}
         """Weights that the base has once and the result twice: other name -> the model's."""
         self._own = {twin: name for twin, name in first.items() if twin not in self.untied}
@@ -333,12 +340,12 @@ def _may_change(unit: nn.Module, name: str) -> bool:
     return not own or name.rpartition(".")[2] in own
 
 
-def _refuse_lost_bias(path: str, layer: Any, result: Path) -> None:
+def _refuse_lost_bias(path: str, layer: Any, result: Path | None) -> None:
     """Raise a RefusedError for an adapter with a bias (`lora_bias`) of a layer that has none to add it to."""
     if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
         raise RefusedError(
             "the adapter has a bias where the base model has none to add it to",
-            where=str(result / ADAPTER_CONFIG),
+            where=f"{result}/{ADAPTER_CONFIG}",
             found=f"lora_bias: true on {path}",
             hint=BY_PEFT_HINT,
         )
@@ -449,7 +456,7 @@ RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
 @torch.no_grad()
 def merge_result(
     result: Path,
-    source: ModelSource,
+    source: ModelSource | None,
     folder: Path,
     dtype: str | None,
     *,
@@ -459,10 +466,11 @@ def merge_result(
     progress: Say = lambda text: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[str, dict[str, float]]:
-    """Write base model and adapter as one model in Hugging Face format.
+    """Write base model and adapter as one model in Hugging Face format, or a whole model in another type.
 
     Args:
         result: a folder with an adapter in PEFT's format; where it has no tokenizer, the base's is taken.
+        source: the base model; None: `result` is a whole model.
         dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; quantised weights stay
             so where they can be packed again, and are of the type of the base's configuration otherwise.
         tell: gets notes on differences from the base's files.
@@ -477,20 +485,25 @@ def merge_result(
         RefusedError: `folder` cannot be made, the adapter does not fit the base, or one of them cannot be read.
         ResourceError: disk full or failing.
     """
+    adapter = None if source is None else result
+    if source is None:
+        check_model_folder(result)
+        source = ModelSource(str(result), result)
     _return_freed_memory()
     with _new_folder(folder) as temporary:
         config = load_config(source)
         base_files = read_base_files(source, config)
         own_dtype = _own_dtype(config)  # a skeleton's own replaces it
         model = build_skeleton(config, torch.float32)
-        tokens = trained_tokens(read_adapter_config(result).trainable_token_indices)
-        grow_tables(model, tokens, str(result / ADAPTER_CONFIG))
+        if adapter is not None:
+            tokens = trained_tokens(read_adapter_config(adapter).trainable_token_indices)
+            grow_tables(model, tokens, str(adapter / ADAPTER_CONFIG))
         if source.gguf_file is None:
             untie_stored(model, source.folder)
         weights = BaseWeights(source, model, torch.float32)
         asked = dtype or ("bfloat16" if source.gguf_file else None)
         kind = None if asked is None else getattr(torch, asked)
-        merging = MergedTensors(model, weights, result, dtype=kind, unpacked=own_dtype)
+        merging = MergedTensors(model, weights, adapter, dtype=kind, unpacked=own_dtype)
         total = sum(spec.num_bytes for spec in merging.specs)
         require_free_bytes(temporary, total, "the merged model")
         num_shards = _write_shards(merging, temporary, max_shard_bytes, progress)
@@ -501,8 +514,8 @@ def merge_result(
             written: Any = model.config
             for part in (written, written.get_text_config()):
                 part.tie_word_embeddings = False
-        made = base_files.contents(model, merging.main_dtype, packed=merging.is_packed)
-        write_files({**made, **base_files.tokenizer}, temporary)
+        contents = base_files.contents(model, merging.main_dtype, packed=merging.is_packed)
+        write_files({**contents, **base_files.tokenizer}, temporary)
         _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf, source=None)
     quantized = [re.sub(r"\.\d+(?=\.)", ".*", name) for name, weight in weights.stored.items() if weight.is_quantized]
     if merging.rounding.count:
@@ -518,8 +531,8 @@ def merge_result(
         tell(f"whole weights in the adapter's file take the place of the base's: {names}")
     if added_ends:
         tell(describe_added(added_ends))
-    size = f"{format_bytes(total)} in {counted(num_shards, 'file')}"
-    return f"merged {merging.adapted.num_modules} modules: {size}", merging.rounding.figures()
+    done = f"weights in {dtype}" if adapter is None else f"merged {merging.adapted.num_modules} modules"
+    return f"{done}: {format_bytes(total)} in {counted(num_shards, 'file')}", merging.rounding.figures()
 
 
 def _own_dtype(config: Any) -> torch.dtype:
