@@ -73,10 +73,9 @@ def plan_devices(layouts: Sequence[LayerLayout], num_devices: int, budget_bytes:
 class DeviceLayers:
     """Weights of one device's layers, of which one after the other begins."""
 
-    def __init__(self, backend: Backend, store: WeightStore, plan: DevicePlan) -> None:
-        self.backend, self._store, sizes = backend, store, plan.sizes
+    def __init__(self, backend: Backend, store: WeightStore, plan: DevicePlan, pool: ThreadPoolExecutor) -> None:
+        self.backend, self._store, self._pool, sizes = backend, store, pool, plan.sizes
         self._passing = [layer for layer in sizes if layer not in plan.kept]
-        self.pool = ThreadPoolExecutor(1)
         self._coming: deque[tuple[int, torch.Tensor, Future[tuple[Parameters, DeviceEvent]]]] = deque()
         self._held: tuple[int, torch.Tensor, Parameters] | None = None
         """The layer in a slot that has begun, its slot, and its weights."""
@@ -113,7 +112,7 @@ class DeviceLayers:
     def _ask(self, slot: torch.Tensor) -> None:
         layer = self._passing[self._turn % len(self._passing)]
         self._turn += 1
-        self._coming.append((layer, slot, self.pool.submit(self._fill, layer, slot, self.backend.record())))
+        self._coming.append((layer, slot, self._pool.submit(self._fill, layer, slot, self.backend.record())))
 
     def _fill(self, layer: int, target: torch.Tensor, after: DeviceEvent = None) -> tuple[Parameters, DeviceEvent]:
         with self.backend.copy_thread():
@@ -154,11 +153,13 @@ class StreamedModel(contextlib.ExitStack):
         """Tensors that all blocks are given, such as masks, on the devices: of one pass of the model."""
         self._devices: dict[int, DeviceLayers] = {}
         self._backends = {backend.device: backend for backend, _ in devices}
-        for backend, plan in devices:
-            self.enter_context(backend.worker_thread())
-            device = DeviceLayers(backend, store, plan)
-            self.callback(device.pool.shutdown, cancel_futures=True)
-            self._devices |= dict.fromkeys(plan.sizes, device)
+        with contextlib.ExitStack() as opened:  # and closed where a later device has no room
+            for backend, plan in devices:
+                opened.enter_context(backend.worker_thread())
+                pool = ThreadPoolExecutor(1)
+                opened.callback(pool.shutdown, cancel_futures=True)
+                self._devices |= dict.fromkeys(plan.sizes, DeviceLayers(backend, store, plan, pool))
+            self.enter_context(opened.pop_all())
         self._bind(0, {name: nn.Parameter(store.views[name], requires_grad=False) for _, _, name in self._bindings[0]})
         added = model.get_submodule(split.embedding_path)
         if isinstance(added, TokenRows):  # which computes as a head does

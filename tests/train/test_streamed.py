@@ -154,3 +154,14 @@ def test_an_error_of_the_copying_thread_reaches_the_reader(at: int) -> None:
         for _ in range(2):
             rig.skeleton(torch.tensor([[1, 2]]))
     assert threading.active_count() == before
+
+
+def test_a_device_without_room_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the thread that copies, nor what was entered on the devices before it."""
+    rig, threads = make_rig("llama"), torch.get_num_threads()
+    backends = [CpuBackend(threads + 1, copy=True), CpuBackend(1, copy=True)]
+    monkeypatch.setattr(backends[1], "allocate", lambda num_bytes: (_ for _ in ()).throw(MemoryError))
+    before, plans = threading.active_count(), plan_devices(rig.store.layouts, 2, 0)
+    with pytest.raises(MemoryError):
+        StreamedModel(rig.skeleton, rig.split, rig.store, list(zip(backends, plans, strict=True)))
+    assert (threading.active_count(), torch.get_num_threads()) == (before, threads)
