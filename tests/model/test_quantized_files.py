@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.files.untrusted import MODELOPT_NAME
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.stored.nf4 import STATE
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
@@ -24,7 +25,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.model.test_weights_io import load
-from tests.support.e2e import STAGES, finetune, make_model, make_workspace, metrics
+from tests.support.e2e import STAGES, edit_json, finetune, make_model, make_workspace, metrics
 
 pytest.importorskip("bitsandbytes", reason="needs the extra 4bit")
 import_bitsandbytes()
@@ -108,13 +109,22 @@ def test_training_is_that_of_a_model_packed_while_loading(saved: tuple[Path, Any
     assert refused.value.exit_code == 2
 
 
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """What llm-compressor writes of a form."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    more = {"ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed"}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, **more}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"quant_method": "gptq", "bits": 4}, "GPTQ, 4 bits"),
         ({"quant_method": "awq", "w_bit": 4, "version": "gemm"}, "AWQ, 4 bits"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors, pack-quantized"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        (compressed("pack-quantized", num_bits=4, type="int", group_size=128), "compressed-tensors, pack-quantized"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "tensors, nvfp4-pack-quantized"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}}, "modelopt, NVFP4"),
+        ({MODELOPT_NAME: {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}}, "modelopt, NVFP4"),
         ({"quant_method": "hqq", "bits": 4}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4 in 4 bit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
@@ -125,8 +135,10 @@ def test_other_forms_are_refused_with_advice(
     saved: tuple[Path, Any], tmp_path: Path, settings: dict[str, Any], named: str
 ) -> None:
     work = workspace(tmp_path / "w", saved[0] / "whole")
-    path = work / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    if MODELOPT_NAME in settings:
+        edit_json(work / "model" / MODELOPT_NAME, producer={"name": "modelopt"}, quantization=settings[MODELOPT_NAME])
+    else:
+        edit_json(work / "model" / "config.json", quantization_config=settings)
     with pytest.raises(RefusedError, match="quantised in a form that cannot be read") as error:
         prepared(work)
     problem = error.value.problems[0]

@@ -33,6 +33,8 @@ from roundpipe_cli.units import format_bytes
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+MODELOPT_NAME = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says how weights are quantised; config.json says nothing in its earlier checkpoints."""
 MAX_HEADER_BYTES = 10 * 1024**2
 MAX_TENSORS = 1 << 16
 """Tensors of one file. The experts of 94 layers, 128 each with three matrices, are 36,096 if one file has them all."""
@@ -140,14 +142,18 @@ def _small_files(folder: Path) -> Iterator[Path]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as plain data.
+    """config.json as plain data, with what ModelOpt says beside it of how the weights are quantised.
 
     Raises:
         RefusedError: missing, not JSON, or too large.
     """
-    if (folder / "config.json").exists():
-        check_file(folder / "config.json", MAX_CONFIG_BYTES)
-    return read_json(folder / "config.json")
+    for path in filter(Path.exists, (folder / "config.json", folder / MODELOPT_NAME)):
+        check_file(path, MAX_CONFIG_BYTES)
+    config = read_json(folder / "config.json")
+    beside = read_json(folder / MODELOPT_NAME).get("quantization") if (folder / MODELOPT_NAME).exists() else None
+    if isinstance(beside, dict) and beside.get("quant_algo"):
+        config.setdefault("quantization_config", {"quant_method": "modelopt", **beside})
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
