@@ -267,7 +267,7 @@ def test_every_field_of_the_architecture_is_read_back(tmp_path: Path, case: str)
 @pytest.mark.parametrize(
     ("model_type", "changes", "expected"),
     [
-        ("gpt2", {}, "models of the type gpt2"),
+        *((name, {}, f"models of the type {name}") for name in ("gpt2", "mixtral", "qwen2_moe", "gpt_oss", "glm4_moe")),
         ("llama", {"hidden_act": "relu"}, "activation relu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "another pattern"),
@@ -292,9 +292,10 @@ def test_other_families_are_left_to_the_converter(
 
 def test_a_converter_writes_the_types_that_it_knows(tmp_path: Path) -> None:
     """What is written neither here nor there is said before anything is written."""
-    make_model(tmp_path / "model", "gpt2")
+    make_model(tmp_path / "model", "mixtral")
     refused = run(tmp_path, "export", "model", "--to", "copy", "--gguf").expect(2)
-    assert "models of the type gpt2" in refused.err and "convert_hf_to_gguf.py" in refused.err
+    assert "models of the type mixtral" in refused.err and "git clone" in refused.err
+    assert "--gguf --converter llama.cpp/convert_hf_to_gguf.py" in refused.err
     assert not (tmp_path / "copy").exists()
     words = ("export", "model", "--gguf", "q8_0", "--converter", "convert.py", "--to")
     missing = run(tmp_path, *words, "by").expect(2).err
