@@ -96,15 +96,15 @@ class Remembered:
     A file that cannot be read, or is not as it was written, counts as none. One that nobody has read for long goes.
     """
 
-    def __init__(self, room: str, key: str) -> None:
+    def __init__(self, room: str, key: str, max_bytes: int = MAX_BYTES) -> None:
         self.path = cache_folder(room) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-        self.damage = ""
+        self._max_bytes, self.damage = max_bytes, ""
         """The reason why `load` could not use the file; empty: it could, or there was none."""
 
     def load(self) -> Any:
         """The value, in JSON's types; None: nothing is remembered."""
         try:
-            value = unsealed(self.path, MAX_BYTES)
+            value = unsealed(self.path, self._max_bytes)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

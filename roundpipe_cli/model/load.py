@@ -7,9 +7,7 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -24,14 +22,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli import __version__
-from roundpipe_cli.cache import cache_folder, new_folder, prune_cache
+from roundpipe_cli.cache import Remembered
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.files import sync
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.attention import SINK_MODEL_TYPES, SINKS_NAME, register_sinks
 from roundpipe_cli.model.files.quantization import stored_form
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
+from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
 
 
@@ -100,14 +97,10 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 # A GGUF file's configuration and tokenizer in Hugging Face's form, kept in the cache: converting takes seconds each.
 #
-#     <cache>/converted/<key>/   config.json, or tokenizer.json, tokenizer_config.json, chat_template.jinja
-#       digests.json             written last: SHA-256 of each of them
-#
 # Files that are read back are checked like any model's. They are kept only if they read back unchanged; files that
 # cannot be used are made again.
 
 FOLDER = "converted"
-DIGESTS_NAME = "digests.json"
 HEAD_BYTES = 64 * 1024**2
 """So much of the file is hashed for its key: the metadata, which come first, of any model known."""
 LIBRARIES = ("transformers", "tokenizers", "gguf")
@@ -123,14 +116,21 @@ def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe)
     loaded one, to be compared. Each `kind` of result has its own place.
     """
     try:
-        folder = cache_folder(FOLDER) / _key(source, kind)
+        kept = Remembered(FOLDER, _key(source, kind), MAX_TOKENIZER_BYTES)
     except OSError:  # unreadable: `load` reports it
         return load(source)
-    found = _load_kept(folder, source.name, load)
-    if found is None:
-        found = load(source)
-        _keep(folder, found, source.name, load, describe=describe)
-    return found
+    with tempfile.TemporaryDirectory() as place:
+        found = _load_files(kept.load(), Path(place, "kept"), source.name, load)
+        if found is not None:
+            return found
+        found, made = load(source), Path(place, "made")
+        with suppress(OSError, ValueError, NotImplementedError):  # a full disk; a kind that is not saved
+            found.save_pretrained(str(made))
+            files = {path.name: path.read_bytes().decode() for path in made.iterdir()}
+            again = _load_files(files, Path(place, "again"), source.name, load)
+            if again is not None and describe(again) == describe(found):
+                kept.save(files)
+        return found
 
 
 def _key(source: ModelSource, kind: str) -> str:
@@ -139,54 +139,21 @@ def _key(source: ModelSource, kind: str) -> str:
     status = path.stat()
     with path.open("rb") as file:
         head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
-    parts = [kind, head, status.st_size, status.st_mtime_ns, __version__, *map(version, LIBRARIES)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+    return json.dumps([kind, head, status.st_size, status.st_mtime_ns, __version__, *map(version, LIBRARIES)])
 
 
-def _load_kept(folder: Path, name: str, load: Load) -> Any | None:
-    if not folder.exists():
-        return None
+def _load_files(files: Any, folder: Path, name: str, load: Load) -> Any | None:
+    """The result of `load` for files, name -> text, in the new folder; None: there are none, or they cannot be used."""
     try:
-        for path in folder.iterdir():
-            check_file(path, MAX_TOKENIZER_BYTES)
+        folder.mkdir()
+        for own, text in files.items():
+            if own != Path(own).name:
+                raise ValueError(f"{own} leads out of the folder")
+            (folder / own).write_bytes(text.encode())
         check_small_files(folder)
-        if json.loads((folder / DIGESTS_NAME).read_bytes()) != _digests(folder):
-            raise ValueError(f"{folder} is not as it was written")
-        found = load(ModelSource(name, folder))
-    except (OSError, ValueError, RecursionError, RefusedError):
-        shutil.rmtree(folder, ignore_errors=True)  # it would block its successor
+        return load(ModelSource(name, folder))
+    except (AttributeError, OSError, TypeError, ValueError, RecursionError, RefusedError):
         return None
-    with suppress(OSError):
-        os.utime(folder)  # mark it as used
-    return found
-
-
-def _keep(folder: Path, loaded: Any, name: str, load: Load, *, describe: Describe) -> None:
-    """Save the result in the cache, if it can be written and reads back unchanged."""
-    temporary = new_folder(FOLDER)
-    if temporary is None:
-        return
-    try:
-        loaded.save_pretrained(str(temporary))
-        check_small_files(temporary)
-        if describe(load(ModelSource(name, temporary))) != describe(loaded):
-            return
-        (temporary / DIGESTS_NAME).write_text(json.dumps(_digests(temporary)), encoding="utf-8")
-        for path in temporary.iterdir():
-            sync(path)
-        temporary.rename(folder)  # fails if another run was faster
-        sync(folder.parent)
-        prune_cache(folder.parent, DIGESTS_NAME)
-    except (OSError, ValueError, NotImplementedError, RefusedError):  # a full disk; a kind that is not saved
-        pass
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that matters, by name."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != DIGESTS_NAME)
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import pytest
 
-from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
+from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder, sealed, unsealed
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import (
@@ -67,7 +67,7 @@ def test_it_is_converted_once_and_gives_the_same(source: ModelSource) -> None:
     assert converter.num_converted == 1
     assert tokenizer_values(first) == tokenizer_values(second)
     assert first(TEXTS)["input_ids"] == second(TEXTS)["input_ids"]
-    assert len(kept()) == 1 and cache_folder(FOLDER).stat().st_mode & 0o077 == 0
+    assert len(kept()) == 1 and kept()[0].stat().st_mode & 0o077 == 0
 
 
 def test_another_file_is_another_key(source: ModelSource) -> None:
@@ -83,30 +83,23 @@ def test_another_file_is_another_key(source: ModelSource) -> None:
     assert converter.num_converted == len(kept()) == 4
 
 
-def _flip(folder: Path) -> None:
-    data = bytearray((folder / "tokenizer.json").read_bytes())
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    (folder / "tokenizer.json").write_bytes(data)
-
-
-def _code(folder: Path) -> None:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": ["x.Evil", None]}}))
-
-
-def _link(folder: Path) -> None:
-    outside = (folder / "tokenizer.json").rename(folder.parent.parent / "outside.json")
-    (folder / "tokenizer.json").symlink_to(outside)
+    path.write_bytes(data)
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "flipped": _flip,
-    "cut": lambda folder: os.truncate(folder / "tokenizer.json", 1000),
-    "no digests": lambda folder: (folder / "digests.json").unlink(),
-    "more": lambda folder: (folder / "added_tokens.json").write_text('{"evil": 7}'),
-    "code": _code,
-    "a link": _link,
-    "rubbish": lambda folder: (folder / "digests.json").write_text("[" * 100_000),
+    "cut": lambda path: os.truncate(path, 1000),
+    "more": lambda path: path.write_bytes(path.read_bytes() + b"{}"),
+    "code": lambda path: path.write_bytes(
+        sealed({**unsealed(path, 10**9), "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Evil", null]}}'})
+    ),
+    "a way out": lambda path: path.write_bytes(sealed({**unsealed(path, 10**9), "../outside.json": "{}"})),
+    "no texts": lambda path: path.write_bytes(sealed({"tokenizer.json": {}})),
+    "no files": lambda path: path.write_bytes(sealed([])),
+    "rubbish": lambda path: path.write_text("[" * 100_000),
 }
 
 
@@ -127,7 +120,7 @@ def test_a_failure_while_writing_keeps_nothing(source: ModelSource, monkeypatch:
 
     converter = Converter()
     with monkeypatch.context() as patch:
-        patch.setattr("roundpipe_cli.model.load.sync", full)
+        patch.setattr("roundpipe_cli.cache.write_atomically", full)
         converter.once(source)
     assert kept() == []
     converter.once(source)
