@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
@@ -42,6 +42,12 @@ _LIMITS = (
     (re.compile(r"(experts?(_|$)|(^|_)labels$)"), MAX_EXPERTS),
     (re.compile(r"(size|dim|rank|heads?|embd|inner|d_model|positions?|position_embeddings|n_ctx)$"), MAX_WIDTH),
 )
+
+
+def size_of(places: Sequence[Any], names: Iterable[str]) -> int:
+    """The first whole number above 0 that configurations have under one of the names; 0 where none has one."""
+    values = (getattr(place, name, None) for place in places for name in names)
+    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), 0)
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:

@@ -168,32 +168,27 @@ def _refusal(
 
 
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
+    return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _each(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_is_texts = _list_of(lambda value: isinstance(value, str))
+_are_tokens = _list_of(lambda value: type(value) is int and value >= 0)
 
 
 def _is_pattern(value: object) -> bool:
     return isinstance(value, str) or _is_texts(value)
-
-
-def _each(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, dict) and all(fits(item) for item in value.values())
-
-
-def _is_layers(value: object) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
-
-
-def _are_tokens(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
@@ -210,7 +205,10 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
         lambda value: _are_tokens(value) or _each(_are_tokens)(value),
         "a list of tokens, or one for each table",
     ),
-    "layers_to_transform": (_is_layers, "whole numbers"),
+    "layers_to_transform": (
+        lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
+        "whole numbers",
+    ),
     "layers_pattern": (_is_pattern, "a pattern, or a list of patterns"),
     "base_model_name_or_path": (lambda value: isinstance(value, str), "a name"),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),

@@ -51,7 +51,7 @@ class HeadLoss:
     chunk_tokens: int
     """Target tokens per chunk."""
     label_smoothing: float = 0.0
-    """Label smoothing, see `chunk_loss`."""
+    """Share of each target's probability that is spread evenly over the vocabulary."""
     in_place: bool = False
     """Write gradients over the logits, by one kernel (`kernels/cross_entropy.py`)."""
     own: TokenLoss | None = None
@@ -83,19 +83,6 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return indices, flat[indices]
 
 
-def chunk_loss(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, factors: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of `logits` [N, V] against `targets` [N]: its sum, 0-dim float64, and that sum's float32 gradient.
-
-    Args:
-        label_smoothing: share of each target's probability that is spread evenly over the vocabulary.
-        factors: float32 [N, 1], of each target's loss; None: 1.
-    """
-    parts, gradient = cross_entropy(logits.detach(), targets, label_smoothing)
-    return _loss_of(parts, label_smoothing, factors), gradient if factors is None else gradient.mul_(factors)
-
-
 def loss_name(loss: TokenLoss | None) -> str | None:
     """The name by which a checkpoint knows a program's own loss; None for cross entropy."""
     return None if loss is None else f"{loss.__module__}.{loss.__qualname__}"
@@ -123,19 +110,11 @@ def own_loss(logits: torch.Tensor, targets: torch.Tensor, own: TokenLoss) -> tup
     return total.detach().double(), gradient
 
 
-def _loss_of(parts: torch.Tensor, smoothing: float, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of losses, from the parts of `cross_entropy_`, with `factors` [N, 1]."""
-    parts = parts if factors is None else parts * factors[:, 0]
-    loss_sum = parts[0].sum()
-    return (1 - smoothing) * loss_sum + smoothing * parts[1].sum() if smoothing else loss_sum
-
-
 def _scaled_loss(
     logits: torch.Tensor, targets: torch.Tensor, loss: HeadLoss, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunk_loss`; the gradient is scaled and of the logits' type.
-
-    In place it lies over logits that no graph reads.
+    """The loss of `logits` [N, V] with `factors` [N, 1] (None: 1): its sum, 0-dim float64, and that sum's gradient,
+    scaled and of the logits' type. In place it lies over logits that no graph reads.
     """
     if loss.own is not None:
         if factors is not None:
@@ -143,16 +122,20 @@ def _scaled_loss(
             raise RefusedError(what, where=loss_name(loss.own), hint=hint)
         loss_sum, gradient = own_loss(logits, targets, loss.own)
         return loss_sum, (gradient * loss.gradient_scale).to(logits.dtype)  # which may be a view of one value
-    if not loss.in_place:
-        loss_sum, gradient = chunk_loss(logits, targets, loss.label_smoothing, factors)
-        return loss_sum, gradient.mul_(loss.gradient_scale).to(logits.dtype)
-    step = before_views(logits)
-    values = logits.data  # with versions of its own: a view whose base was written gets a backward that copies it all
-    if step is None or step.name() not in _FORGETS_RESULT or not values.is_contiguous():
-        values = values.clone(memory_format=torch.contiguous_format)
-    each = None if factors is None else factors[:, 0].contiguous()
-    parts = cross_entropy_(values, targets, each, loss.label_smoothing, loss.gradient_scale)
-    return _loss_of(parts, loss.label_smoothing, factors), values
+    smoothing, each = loss.label_smoothing, None if factors is None else factors[:, 0].contiguous()
+    if loss.in_place:
+        step = before_views(logits)
+        values = logits.data  # with versions of its own: a view whose base was written gets a backward that copies all
+        if step is None or step.name() not in _FORGETS_RESULT or not values.is_contiguous():
+            values = values.clone(memory_format=torch.contiguous_format)
+        parts = cross_entropy_(values, targets, each, smoothing, loss.gradient_scale)
+    else:
+        parts, gradient = cross_entropy(logits.detach(), targets, smoothing)
+        gradient = gradient if factors is None else gradient.mul_(factors)
+        values = gradient.mul_(loss.gradient_scale).to(logits.dtype)
+    parts = parts if each is None else parts * each
+    loss_sum = parts[0].sum()
+    return (1 - smoothing) * loss_sum + smoothing * parts[1].sum() if smoothing else loss_sum, values
 
 
 _FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0", "IndexCopyBackward0"})

@@ -28,7 +28,7 @@ from roundpipe_cli.model.adapter_files import (
 )
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes, is_linear
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter
-from roundpipe_cli.sizes import SIZE_NAMES
+from roundpipe_cli.sizes import SIZE_NAMES, size_of
 
 # Mixtures of experts: one rule for all types, whatever PEFT's own names for them are.
 #
@@ -60,8 +60,7 @@ def fused_experts(model: nn.Module, blocks_path: str | None) -> list[str]:
 
 def experts_per_token(text_config: Any) -> int:
     """Experts that compute a token; 0 where there are none."""
-    values = (getattr(text_config, name, None) for name in SIZE_NAMES["num_experts_per_tok"])
-    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+    return size_of([text_config], SIZE_NAMES["num_experts_per_tok"])
 
 
 def _routers(model: nn.Module) -> set[str]:

@@ -25,7 +25,7 @@ from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.module_copies import materialised_copy
 from roundpipe_cli.model.new_tokens import row_owners
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.sizes import SIZE_NAMES
+from roundpipe_cli.sizes import SIZE_NAMES, size_of
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""
@@ -114,8 +114,8 @@ def shrunk_configs(config: Any) -> Iterator[Any]:
     """Copies of `config` for narrower models of the same blocks, the smallest first; some may not work."""
     small = _narrow_feed_forward(config)
     text = small.get_text_config()
-    heads, head_size = (_number(text, key) for key in ("num_attention_heads", "head_dim"))
-    groups = _number(text, "num_key_value_heads") or heads
+    heads, head_size = (size_of([text], [key]) for key in ("num_attention_heads", "head_dim"))
+    groups = size_of([text], ["num_key_value_heads"]) or heads
     if heads and groups and head_size:
         smallest = copy.deepcopy(small)
         text = smallest.get_text_config()
@@ -127,15 +127,10 @@ def shrunk_configs(config: Any) -> Iterator[Any]:
     yield small
 
 
-def _number(text: Any, key: str) -> int:
-    value = getattr(text, key, None)
-    return value if isinstance(value, int) else 0
-
-
 def _narrow_feed_forward(config: Any) -> Any:
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    experts = max(8, 2 * _number(text, "n_group"), 2 * experts_per_token(text))
+    experts = max(8, 2 * size_of([text], ["n_group"]), 2 * experts_per_token(text))
     for keys, most in ((WIDTHS, MAX_WIDTH), (SIZE_NAMES["num_experts"], experts)):
         for key in keys:
             value = getattr(text, key, None)

@@ -16,7 +16,7 @@ Shapes: B sequences of T tokens, E experts. Sums are float32 [2E]: tokens routed
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.boundary import join_gradient
-from roundpipe_cli.sizes import SIZE_NAMES
+from roundpipe_cli.sizes import SIZE_NAMES, size_of
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import HeadResult
@@ -123,7 +123,7 @@ def find_router_loss(model: nn.Module, blocks_path: str) -> RouterLoss | str:
     target = getattr(spec, "target_class", None)
     if target is None:
         return "transformers does not say which module of a block is its router"
-    num_experts, top_k = (_number((model, text), SIZE_NAMES[key]) for key in ("num_experts", "num_experts_per_tok"))
+    num_experts, top_k = (size_of((model, text), SIZE_NAMES[key]) for key in ("num_experts", "num_experts_per_tok"))
     weight = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
     if not num_experts or not top_k or not isinstance(weight, (int, float)):
         return "its configuration does not say how many experts there are, how many a token has, or the loss's weight"
@@ -160,11 +160,6 @@ def leave_out_router_loss(config: Any) -> str | None:
         "output_router_logits: true in the model's configuration trains no balancing loss: it is a sum over whole "
         "sequences, which pipeline.sequence_chunks and mlp_chunk_tokens cut"
     )
-
-
-def _number(places: Sequence[Any], names: Sequence[str]) -> int:
-    values = (getattr(place, name, None) for place in places for name in names)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), 0)
 
 
 def _is_usual(function: Callable[..., Any], loss: RouterLoss) -> bool:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.kernels import random_masks
-from roundpipe_cli.kernels.cross_entropy import cross_entropy_
+from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
 from roundpipe_cli.kernels.random_masks import COLUMNS, Draw, drop, keep_mask
 from roundpipe_cli.kernels.unpack_codes import code_values, unpack_codes
-from roundpipe_cli.model.head import chunk_loss
 from tests.kernels.groups import error
 from tests.support.launches import LaunchCounter
 
@@ -104,7 +103,7 @@ def test_cross_entropy_and_gradients(dtype: torch.dtype, vocabulary: int, smooth
     wide = found.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(wide, targets, reduction="none", label_smoothing=smoothing)
     scaled = torch.autograd.grad(losses.sum(), wide)[0] * factors[:, None] * 0.25
-    theirs = (chunk_loss(found, targets, smoothing)[1] * factors[:, None] * 0.25).to(dtype)
+    theirs = (cross_entropy(found, targets, smoothing)[1] * factors[:, None] * 0.25).to(dtype)
     parts = cross_entropy_(found, targets, factors, smoothing, 0.25)
     total = (1 - smoothing) * parts[0] + smoothing * parts[1]
     assert float((total - losses.detach()).abs().max()) <= 1e-6 * max(1.0, float(losses.detach().abs().max()))

@@ -23,7 +23,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.events import Tell
-from roundpipe_cli.model.head import chunk_loss
+from roundpipe_cli.kernels.cross_entropy import cross_entropy
 from roundpipe_cli.model.sequence_loss import SEQUENCE_LOSSES, Preference
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
@@ -188,8 +188,10 @@ def test_losses_of_16_bit_logits_are_exact(dtype: torch.dtype, smoothing: float)
     exact = logits.double().requires_grad_()
     expected = nn.functional.cross_entropy(exact, targets, reduction="sum", label_smoothing=smoothing)
     expected.backward()
-    loss_sum, gradient = chunk_loss(logits, targets, smoothing)
-    assert float(loss_sum) == pytest.approx(float(expected.detach()), rel=1e-6)
+    (picked, every), gradient = cross_entropy(logits, targets, smoothing)
+    assert float((1 - smoothing) * picked.sum() + smoothing * every.sum()) == pytest.approx(
+        float(expected.detach()), rel=1e-6
+    )
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-5, atol=1e-7)
 
 

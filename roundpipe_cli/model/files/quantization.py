@@ -38,8 +38,7 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
         return None
     packed = settings.get("load_in_4bit") or settings.get("load_in_8bit")
     method = str(settings.get("quant_method") or ("bitsandbytes" if packed else "of an unknown kind"))
-    unread = _unread_block(method, settings) if method in _READ else _unread(method, settings)
-    if unread is not None:
+    if (unread := _unread(method, settings)) is not None:
         raise RefusedError(
             "the model's weights are quantised in a form that cannot be read",
             where=f"{where}: quantization_config",
@@ -48,13 +47,6 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
             hint=_unquantised(config, where),
         )
     return method
-
-
-def _unread_block(method: str, settings: Mapping[str, Any]) -> str | None:
-    """Name of a form with a size of blocks that means nothing; None: it has none, or rows and columns."""
-    block = settings.get("weight_block_size")
-    is_size = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
-    return None if block is None or is_size else f"{method}, weight_block_size {block}"
 
 
 def _unquantised(config: Mapping[str, Any], where: str) -> str:
@@ -74,7 +66,11 @@ def _unquantised(config: Mapping[str, Any], where: str) -> str:
 
 
 def _unread(method: str, settings: Mapping[str, Any]) -> str | None:
-    """The form's name, with what it says of its bits or kind; None for bitsandbytes' NF4."""
+    """The form's name, with what it says of its bits or kind, or the size of its blocks; None: it can be read."""
+    if method in _READ:
+        block = settings.get("weight_block_size")
+        is_size = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
+        return None if block is None or is_size else f"{method}, weight_block_size {block}"
     if method == "bitsandbytes":
         kind = settings.get("bnb_4bit_quant_type", "fp4")
         if not settings.get("load_in_4bit"):

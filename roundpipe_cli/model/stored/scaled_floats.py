@@ -78,18 +78,13 @@ def in_8bit(codes: FileTensor, scale: FileTensor, dtype: torch.dtype, block: Blo
 def _unpack_fp8(
     parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, block: BlockSize
 ) -> torch.Tensor:
-    codes, scale = parts["codes"], parts["scale"]
-    if len(shape) == 3:
-        one_each = scale.numel() > 1
-        whole = torch.empty(shape, dtype=dtype)
-        for expert in range(shape[0]):
-            one = {"codes": codes[expert], "scale": scale[expert] if one_each else scale}
-            whole[expert] = _unpack_fp8(one, dtype, torch.Size(shape[1:]), block)
-        return whole
-
-    grid = _factors(scale)
-    grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(-1, 1) if grid.ndim == 1 else grid
-    rows, columns = (_block_size(shape[axis], grid.shape[axis], block[axis]) for axis in (0, 1))
+    codes, grid = parts["codes"], _factors(parts["scale"])
+    if grid.numel() == 1:
+        grid = grid.reshape(()).expand(*shape[:-2], 1, 1)
+    grid = grid.reshape(*grid.shape, *(1,) * (len(shape) - grid.ndim))
+    if grid.shape[:-2] != shape[:-2]:
+        raise ValueError(f"{list(grid.shape)} scales for weights {list(shape)}")
+    rows, columns = (_block_size(shape[axis], grid.shape[axis], block[axis]) for axis in (-2, -1))
     kind = torch.float4_e2m1fn_x2 if codes.dtype == torch.int8 else codes.dtype
     of_rows, values = _by_row(grid, shape, (rows, columns)), code_values(kind, codes.device)
     return unpack_codes(codes.contiguous().view(torch.uint8), of_rows, values, shape, dtype=dtype)

@@ -8,7 +8,6 @@ is complete.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
+from roundpipe_cli.engine.host_memory import settle_heap
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
@@ -489,7 +489,7 @@ def merge_result(
     if source is None:
         check_model_folder(result)
         source = ModelSource(str(result), result)
-    _return_freed_memory()
+    settle_heap()  # or the pieces between live tensors add up to more than a shard
     with _new_folder(folder) as temporary:
         config = load_config(source)
         base_files = read_base_files(source, config)
@@ -538,13 +538,6 @@ def merge_result(
 def _own_dtype(config: Any) -> torch.dtype:
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.bfloat16
-
-
-def _return_freed_memory() -> None:
-    """Let glibc return freed tensors at once: by default it raises its limit for that with every large block that
-    is freed, and the pieces left between live ones add up to more than a shard."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD of its malloc.h
 
 
 def _write_shards(merging: MergedTensors, folder: Path, max_bytes: int, progress: Say) -> int:
