@@ -116,10 +116,10 @@ def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe)
     loaded one, to be compared. Each `kind` of result has its own place.
     """
     try:
-        kept = Remembered(FOLDER, _key(source, kind), MAX_TOKENIZER_BYTES)
-    except OSError:  # unreadable: `load` reports it
+        kept, scratch = Remembered(FOLDER, _key(source, kind), MAX_TOKENIZER_BYTES), tempfile.TemporaryDirectory()
+    except OSError:  # unreadable, as `load` reports; no place for files
         return load(source)
-    with tempfile.TemporaryDirectory() as place:
+    with scratch as place:
         found = _load_files(kept.load(), Path(place, "kept"), source.name, load)
         if found is not None:
             return found
