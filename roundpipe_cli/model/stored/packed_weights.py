@@ -367,16 +367,16 @@ def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
 
     Embedding, LM head, norms, routers and adapters stay as they are, as with transformers' own 4-bit loading.
     """
-    matrices = _frozen_matrices(model, blocks_path)
-    return frozenset(n for n, one, p in matrices if p.ndim == 3 or (n.endswith(".weight") and is_linear(one)))
-
-
-def _frozen_matrices(model: nn.Module, blocks_path: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """(name, its module, parameter) of what is not trained in the blocks, but for vectors."""
+    found = set()
     for path, module in model.named_modules():
-        for attribute, one in module._parameters.items() if path.startswith(f"{blocks_path}.") else ():
-            if one is not None and not one.requires_grad and one.ndim > 1:
-                yield f"{path}.{attribute}", module, one
+        if not path.startswith(f"{blocks_path}."):
+            continue
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad:
+                continue
+            if parameter.ndim == 3 or (attribute == "weight" and is_linear(module)):
+                found.add(f"{path}.{attribute}")
+    return frozenset(found)
 
 
 MIN_PACKED_SHARE = 0.95
@@ -391,11 +391,15 @@ def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], ki
     """
     whole: dict[str, int] = {}
     num_packed, label, key = 0, PACKED_FORMATS[kind].label, PACKED_FORMATS[kind].key
-    for name, module, parameter in _frozen_matrices(model, blocks_path):
-        if name in packed:
-            num_packed += parameter.numel()
-        else:
-            whole[type(module).__name__] = whole.get(type(module).__name__, 0) + parameter.numel()
+    for path, module in model.get_submodule(blocks_path).named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or parameter.ndim < 2:
+                continue
+            if f"{blocks_path}.{path}.{attribute}" in packed:
+                num_packed += parameter.numel()
+            else:
+                of = type(module).__name__
+                whole[of] = whole.get(of, 0) + parameter.numel()
     kinds = ", ".join(sorted(whole, key=lambda of: -whole[of])[:3])
     if not num_packed:
         raise RefusedError(
