@@ -152,27 +152,28 @@ class BatchScorer:
         forward_layers = (sizes * is_forward).sum(axis=0)
         stop = numpy.where(is_forward, ends, self.num_layers + forward_layers - ends + sizes)
         first = stop - sizes
-        forward, backward = self.forward_s[first, stop], self.backward_s[first, stop]
+        at, row = first * (self.num_layers + 1) + stop, self.num_layers + 1
+        forward, backward = self.forward_s.take(at), self.backward_s.take(at)
         head_lead = 0.0 if self.link_bytes_per_s and self.boundary_bytes.any() else forward
-        lead = numpy.where(is_head, head_lead, numpy.where(is_forward, 0.0, self.recompute_s[first, stop]))
+        lead = numpy.where(is_head, head_lead, numpy.where(is_forward, 0.0, self.recompute_s.take(at)))
         whole = numpy.where(is_head, backward + forward, numpy.where(is_forward, forward, backward))
         hop = numpy.where(position > 0, self.hop_s, 0.0)
         upload = grad = numpy.broadcast_to(0.0, lead.shape)
         if self.link_bytes_per_s:
-            upload = self.param_bytes[first, stop] / self.link_bytes_per_s
-            grad = numpy.where(is_forward, 0.0, self.grad_bytes[first, stop]) / self.link_bytes_per_s
-            arriving = self.boundary_bytes[numpy.where(is_forward | is_head, first, stop)]
+            upload = self.param_bytes.take(at) / self.link_bytes_per_s
+            grad = numpy.where(is_forward, 0.0, self.grad_bytes.take(at)) / self.link_bytes_per_s
+            arriving = self.boundary_bytes.take(numpy.where(is_forward | is_head, first, stop))
             hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.link_bytes_per_s
         hop = numpy.where(real, hop, -INFEASIBLE)
-        updated = numpy.broadcast_to(0.0, lead.shape) if self.updated_s is None else self.updated_s[first, stop]
+        updated = numpy.broadcast_to(0.0, lead.shape) if self.updated_s is None else self.updated_s.take(at)
         works = Works(lead, whole, is_head, hop, real, upload, grad, updated)
         fits = numpy.ones(len(batch.sizes), dtype=bool)
         if self.allowed is not None:
             kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
-            fits &= (self.allowed[kind, first, stop] | ~real).all(axis=0)
+            fits &= (self.allowed.take(kind * row * row + at) | ~real).all(axis=0)
         if self.memory_bytes is not None:
-            held = self.param_bytes[first, stop] + numpy.where(is_forward, 0.0, self.grad_bytes[first, stop])
-            kept = numpy.where(is_forward, 0.0, self.visit_bytes[first, stop])
+            held = self.param_bytes.take(at) + numpy.where(is_forward, 0.0, self.grad_bytes.take(at))
+            kept = numpy.where(is_forward, 0.0, self.visit_bytes.take(at))
             peak = self.slots * held.max(axis=0) + kept.max(axis=0) + 4 * self.boundary_bytes.max()
             fits &= peak <= self.memory_bytes
         return works, fits
@@ -258,57 +259,57 @@ class _Walk:
     def _round(self, size: int, continues: bool, ready_s: Array) -> Array:
         """One round, from `ready_s` on; row 0 of the states is the worker it starts on.
 
+        Stages that workers have at one time are walked together, along the diagonals on which nothing waits for its
+        like: microbatch m of one stage with m - 1 of the next.
+
         Returns:
-            (microbatches, C) when each ends.
+            (microbatches, C) when each ends, the last one first.
         """
-        numpy, free = self.numpy, self.states[0]
-        add, maximum = numpy.add, numpy.maximum
-        ends = numpy.zeros((size, free.shape[1])) + ready_s
-        ready = numpy.empty(free.shape[1])
-        for position in range(len(self.lead)):
-            worker = position % self.scorer.num_workers
-            ends += self.works.hop_s[position]
-            before, after = self.lead[position], self.rest[position]
-            clock = free[worker]
+        numpy, works = self.numpy, self.works
+        ends = numpy.zeros((size, self.makespan.size)) + ready_s
+        for begin in range(0, len(self.lead), self.scorer.num_workers):
+            here = slice(begin, begin + self.scorer.num_workers)
+            before, after, hop = self.lead[here], self.rest[here], works.hop_s[here]
+            clock = self.states[0][: len(before)]
             if self.links:
-                clock = maximum(clock, self._upload(worker, position, continues))
+                numpy.maximum(clock, self._upload(here, continues), out=clock)
             elif not continues:
-                clock = maximum(clock, self.works.updated_s[position])
-            for end in ends:
-                add(clock, before, out=ready)
-                maximum(ready, end, out=end)
-                end += after
-                clock = end
-            free[worker] = clock
+                numpy.maximum(clock, works.updated_s[here], out=clock)
+            for turn in range(size + len(clock) - 1):
+                first, stop = max(0, turn - size + 1), min(len(clock), turn + 1)
+                arrived = ends[size - 1 - turn + first : size - 1 - turn + stop]
+                ready = clock[first:stop] + before[first:stop]
+                arrived += hop[first:stop]
+                numpy.maximum(ready, arrived, out=arrived)
+                arrived += after[first:stop]
+                clock[first:stop] = arrived
             if self.links:
-                self._download(worker, position)
+                self._download(here)
             if not self.all_count:
-                counts = self.works.real[position] & (before + after > 0)
-                maximum(self.makespan, numpy.where(counts, clock, 0.0), out=self.makespan)
+                counts = works.real[here] & (before + after > 0)
+                numpy.maximum(self.makespan, numpy.where(counts, clock, 0.0).max(axis=0), out=self.makespan)
         return ends
 
-    def _upload(self, worker: int, position: int, continues: bool) -> Array:
-        """Time at which a visit's weights (in later rounds also its gradients so far) are in the oldest slot."""
-        numpy, seconds, updated = self.numpy, self.works.upload_s[position], self.works.updated_s[position]
+    def _upload(self, here: slice, continues: bool) -> Array:
+        """Time at which the visits' weights (in later rounds also their gradients so far) are in the oldest slots."""
+        numpy, seconds, updated = self.numpy, self.works.upload_s[here], self.works.updated_s[here]
         if continues:
-            seconds, updated = seconds + self.works.grad_s[position], 0.0
-        up, slot = self.states[1], self.states[3]
-        end = numpy.where(seconds > 0, numpy.maximum(numpy.maximum(up[worker], slot[worker]), updated) + seconds, 0.0)
-        numpy.maximum(up[worker], end, out=up[worker])
+            seconds, updated = seconds + self.works.grad_s[here], 0.0
+        up, slot = (self.states[index][: len(seconds)] for index in (1, 3))
+        end = numpy.where(seconds > 0, numpy.maximum(numpy.maximum(up, slot), updated) + seconds, 0.0)
+        numpy.maximum(up, end, out=up)
         return numpy.maximum(end, updated)
 
-    def _download(self, worker: int, position: int) -> None:
+    def _download(self, here: slice) -> None:
         """The slot of a visit is free once its gradients have left."""
-        numpy, real = self.numpy, self.works.real[position]
-        down, slots = self.states[2], self.states[3:]
-        seconds = self.works.grad_s[position]
-        gone = self.states[0][worker]
+        numpy, real, seconds = self.numpy, self.works.real[here], self.works.grad_s[here]
+        gone, _, down, *slots = (state[: len(real)] for state in self.states)
         if seconds.any():
-            landed = numpy.maximum(down[worker], gone) + seconds
-            down[worker] = numpy.where(seconds > 0, landed, down[worker])
+            landed = numpy.maximum(down, gone) + seconds
+            down[:] = numpy.where(seconds > 0, landed, down)
             gone = numpy.where(seconds > 0, landed, gone)
-        for older, newer in zip(slots, [*(slot[worker] for slot in slots[1:]), gone], strict=True):
-            older[worker] = numpy.where(real, newer, older[worker])
+        for older, newer in zip(slots, [*slots[1:], gone], strict=True):
+            older[:] = numpy.where(real, newer, older)
 
 
 def _allowed(numpy: Any, sums: StageSums, limits: StageLimits) -> Array:
