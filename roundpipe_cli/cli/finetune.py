@@ -155,6 +155,7 @@ def finetune(
             go_offline()
         process, nodes = torchrun.this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
+            torchrun.require_address()
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
             quiet_libraries()
             from roundpipe_cli.train.nodes.group import Nodes

@@ -299,10 +299,11 @@ def _about_machine(plan: Plan) -> str:
 
 def _about_plan(plan: Plan, why_rows: str, path: Path) -> Iterator[str]:
     question, verdict = plan.question, plan.verdict
-    recipe, machines = question.given.recipe, question.hardware.machines
-    workers, count = question.num_workers * machines, question.settings.num_microbatches * machines
+    recipe, workers = question.given.recipe, question.num_workers * question.hardware.machines
+    count = question.loaded.recipe.microbatches_per_step * question.settings.sequence_chunks
     yield f"max_seq_length {recipe.max_seq_length}: longer rows are cut."
-    per_step, each = recipe.gradient_accumulation_steps, f", {count / workers:g} for each of {workers} workers"
+    per_step, shares = recipe.gradient_accumulation_steps, sorted({count // workers, -(-count // workers)})
+    each = f", {' or '.join(map(str, shares))} for each of {workers} workers"
     yield (
         f"{question.choices[0]}. gradient_accumulation_steps {per_step}: {why_rows}{counted(per_step, 'row')} a step, "
         f"{counted(count, 'full microbatch')}{each * (workers > 1)}."

@@ -69,7 +69,6 @@ def check_environment(recipe: Recipe) -> torchrun.Process:
         from roundpipe_cli.planning.admission import check_shareable
 
         check_shareable(recipe, process.count)
-        torchrun.require_address()
     if notice := torchrun.launched_without_ranks():
         say(f"note: {notice}")
     return process

@@ -413,7 +413,7 @@ class _Timer:
         each_s = 0.0 if settings.unpacks_once else unpack_s
         forward_s, backward_s = self._pass_s(work.forward) + each_s, self._pass_s(work.backward) + each_s
         if settings.deterministic and not self.device.is_cpu:
-            backward_s += (ORDERED_BACKWARD - 1) * self._rates.flops_s(work.backward.attention_flops, attention=True)
+            backward_s += (ORDERED_BACKWARD - 1) * self._rates.flops_s(work.backward.attention_flops, "attention")
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
@@ -446,9 +446,11 @@ class _Timer:
 
     def _mlp_s(self, block: Block) -> float:
         """Forward of the feed-forward part."""
-        settings, per_token = self.settings, self.architecture.num_experts_per_tok
-        fill = expert_fill(settings, block.num_experts, per_token) if block.num_experts else 1.0
-        return self._rates.flops_s(2 * settings.tokens_per_microbatch * block.active_mlp_params) / fill
+        flops = 2 * self.settings.tokens_per_microbatch * block.active_mlp_params
+        if not block.num_experts:
+            return self._rates.flops_s(flops)
+        fill = expert_fill(self.settings, block.num_experts, self.architecture.num_experts_per_tok)
+        return self._rates.flops_s(flops, "grouped") / fill
 
     def _skippable_s(self, block: Block) -> float:
         """Seconds of the forward that a recompute leaves out where nobody reads the block's output."""

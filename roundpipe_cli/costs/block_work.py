@@ -168,6 +168,8 @@ class Product:
     """Bytes of both factors and the result: what a narrow product waits for."""
     useful_flops: float
     """Without what is wasted."""
+    is_grouped: bool = False
+    """With a matrix for each expert: such kernels add up in float32 always."""
 
 
 @dataclass(slots=True)
@@ -221,7 +223,7 @@ class PassWork:
             wasted: FLOPs in tiles that are partly empty.
         """
         self._multiplies(flops)
-        self.shapes.append(Product(flops + wasted, traffic_bytes, flops))
+        self.shapes.append(Product(flops + wasted, traffic_bytes, flops, is_grouped=True))
 
     def _multiplies(self, flops: float) -> None:
         self.operators += 1

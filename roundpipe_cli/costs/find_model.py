@@ -255,9 +255,9 @@ class FoundConfig:
         return self.folder is not None and not is_counted_exactly(self.config)
 
 
-def find_architecture(model: str, local: Path | None = None, revision: str | None = None) -> Architecture:
-    """The architecture of a recipe's `model`; arguments and errors as of `find_config`."""
-    return find_config(model, local, revision).architecture()
+def find_architecture(model: str, local: Path | None = None) -> Architecture:
+    """The architecture of a model's newest revision; arguments and errors as of `find_config`."""
+    return find_config(model, local).architecture()
 
 
 def find_config(model: str, local: Path | None = None, revision: str | None = None) -> FoundConfig:

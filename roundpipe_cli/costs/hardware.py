@@ -565,15 +565,18 @@ class Rates:
     """FLOPs and bytes per second, by the size of a product, an attention or an operator."""
 
     products: RateCurve
+    grouped: RateCurve
+    """Products with a matrix for each expert."""
     attention: RateCurve
     memory: RateCurve
     has_tiles: bool = True
     """Whether parts of tiles that are empty take time, as on GPUs."""
     slowdown: float = 1.0
 
-    def flops_s(self, flops: float, *, attention: bool = False) -> float:
+    def flops_s(self, flops: float, kind: Literal["products", "grouped", "attention"] = "products") -> float:
         """Time of a product of so many operations, or of attention."""
-        return self.slowdown * flops / at(self.attention if attention else self.products, flops)
+        curve: RateCurve = getattr(self, kind)
+        return self.slowdown * flops / at(curve, flops)
 
     def traffic_s(self, num_bytes: float, operators: int = 1) -> float:
         """Time of operators that read and write so many bytes together."""
@@ -590,29 +593,31 @@ class Rates:
         """
         rest = work.traffic_bytes - work.unpacked_bytes + (0 if fused else work.library_bytes)
         products_s = sum(map(self.product_s, work.shapes))
-        attention_s = self.flops_s(work.attention_flops, attention=True)
+        attention_s = self.flops_s(work.attention_flops, "attention")
         return products_s + attention_s + self.traffic_s(rest, work.issued(fused=fused) - work.products)
 
     def product_s(self, product: Product) -> float:
         """Time of a matrix product."""
         flops = product.flops if self.has_tiles else product.useful_flops
-        return max(self.flops_s(flops), self.traffic_s(product.traffic_bytes))
+        kind: Literal["products", "grouped"] = "grouped" if product.is_grouped else "products"
+        return max(self.flops_s(flops, kind), self.traffic_s(product.traffic_bytes))
 
 
 def rates_of(device: Device, dtype: DType, accumulate: Accumulate) -> Rates:
     """Rates of a device in this precision; a processor's are measured ones."""
     if (found := device.measured) is not None:
         narrow = found.narrow_products.get(dtype) if accumulate == "fp16" else None
-        curves = narrow or found.products[dtype], found.attention[dtype], found.memory["float32"]
+        exact = found.products[dtype]
+        curves = narrow or exact, exact, found.attention[dtype], found.memory["float32"]
         return Rates(*curves, has_tiles=not device.is_cpu, slowdown=found.slowdown)
     memory, exact = device.memory_bytes_per_s, device.fp32_accumulate_flops_per_s
     half = device.fp16_accumulate_flops_per_s
     if dtype == "float32" or device.is_cpu:
         rate = device.float32_flops_per_s if dtype == "float32" else exact
-        products = attention = rate if device.is_cpu else FLOAT32_SHARE * rate
+        products = grouped = attention = rate if device.is_cpu else FLOAT32_SHARE * rate
     else:
-        products = min(EXACT_PRODUCTS_SHARE * exact, FULL_RATE_SHARE * half)
+        products = grouped = min(EXACT_PRODUCTS_SHARE * exact, FULL_RATE_SHARE * half)
         if dtype == "float16" and accumulate == "fp16" and exact < half:
             products = PRODUCTS_SHARE * half
         attention = min(ATTENTION_SHARE * exact, FULL_RATE_ATTENTION_SHARE * half)
-    return Rates(((1.0, products),), ((1.0, attention),), ((1.0, memory),))
+    return Rates(*(((1.0, rate),) for rate in (products, grouped, attention, memory)))

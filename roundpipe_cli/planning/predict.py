@@ -340,7 +340,7 @@ class Plan:
             again = question.costs.layers[index].recompute and index <= self.cut.last_forward
             flops += (2 if again else 1) * works[block].forward.attention_flops + works[block].backward.attention_flops
         speeds = question.costs.worker_speed or (1.0,) * question.num_workers
-        return settings.num_microbatches * rates.flops_s(flops, attention=True) / sum(speeds)
+        return settings.num_microbatches * rates.flops_s(flops, "attention") / sum(speeds)
 
     @property
     def binds(self) -> str:

@@ -132,9 +132,9 @@ def run_finetune(
                     check_more_is_possible(checkpoint, recipe, why)
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
                     return
-            if machines.is_only:
-                left = trainer.num_steps - (0 if checkpoint is None else checkpoint.step)
-                tell_forecast(partial(ask_here, loaded, asked), setup.recipe, trainer.sampler, left, tell=tell)
+            left = trainer.num_steps - (0 if checkpoint is None else checkpoint.step)
+            here = partial(ask_here, loaded, asked)
+            tell_forecast(here, setup.recipe, trainer.sampler, left, machines=machines.nodes.count, tell=tell)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
             trainer.run(start.lost_at)
 

@@ -225,15 +225,28 @@ def left_to_resume(answer: Plan, length: RunLength) -> tuple[Path, int] | None:
 
 
 def tell_forecast(
-    ask: Callable[[], PlanRequest], recipe: Recipe, sampler: BatchSampler, num_steps: int, *, tell: Tell
+    ask: Callable[[], PlanRequest],
+    recipe: Recipe,
+    sampler: BatchSampler,
+    num_steps: int,
+    *,
+    machines: int,
+    tell: Tell,
 ) -> None:
-    """Say how long the last `num_steps` of a run will take, as `plan` does, by its rows, and how workers wait less."""
+    """Say how long the last `num_steps` of a run will take, as `plan` does, by its rows, and how workers wait less.
+
+    Args:
+        machines: as this one, which share the rows of a step. The rate between them is not known.
+    """
     if num_steps < 1:
         return
     with suppress(RefusedError, ResourceError):
         plan = best_plan(replace(ask(), answers=Answers()))[1]
+        hardware = replace(plan.question.hardware, machines=machines, network_bytes_per_s=math.inf)
+        plan = replace(plan, question=replace(plan.question, hardware=hardware))
         sequences, step = sampler.num_sequences(0), usual_step(sampler, num_steps)
         why = f"{counted(sequences, 'packed sequence' if recipe.packs else 'row')} an epoch"
+        why += f", on {machines} machines, without the exchange between them" if machines > 1 else ""
         length = RunLength(num_steps, why, recipe.packs, step=step, num_sequences=sequences)
         found = forecast(plan, length)
         advice = None if found.waiting is None else found.waiting.describe()

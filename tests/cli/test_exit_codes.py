@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from roundpipe_cli.cache import CACHE_VARIABLE
+from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.output import explained, run_command
 from roundpipe_cli.cli.training import check_environment
 from roundpipe_cli.errors import RefusedError
@@ -138,10 +139,6 @@ def test_what_torchrun_sets_is_understood(monkeypatch: pytest.MonkeyPatch, text:
         ("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE"),
         ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=1", "LOCAL_WORLD_SIZE"),
         ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT"),
-        ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR and MASTER_PORT not set"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a", "MASTER_PORT not set"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=x", "MASTER_PORT"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=0", "MASTER_PORT"),
         ("TRANSFORMERS_OFFLINE=maybe", "TRANSFORMERS_OFFLINE"),
         (f"{CACHE_VARIABLE}={__file__}/below", CACHE_VARIABLE),
         (f"{CACHE_VARIABLE}=~nobody-of-that-name/cache", CACHE_VARIABLE),
@@ -155,6 +152,26 @@ def test_nonsense_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str,
     (problem,) = caught.value.problems
     assert (problem.where, caught.value.exit_code) == (where, 2)
     assert problem.found and problem.expected
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [
+        ("", "MASTER_ADDR and MASTER_PORT not set"),
+        ("MASTER_ADDR=a", "MASTER_PORT not set"),
+        ("MASTER_ADDR=a MASTER_PORT=x", "MASTER_PORT"),
+        ("MASTER_ADDR=a MASTER_PORT=0", "MASTER_PORT"),
+    ],
+)
+def test_a_run_without_an_address_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str, where: str
+) -> None:
+    """It loaded torch first, and said that it would wait 10 s for machines that cannot be told."""
+    put(monkeypatch, f"RANK=0 WORLD_SIZE=2 {address}")
+    with pytest.raises(RefusedError) as caught:
+        finetune("recipe.yaml", no_dashboard=True)
+    assert [problem.where for problem in caught.value.problems] == [where]
+    assert "waits" not in capsys.readouterr().err
 
 
 def test_named_devices_allow_several_processes_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

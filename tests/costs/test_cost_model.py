@@ -16,7 +16,13 @@ from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, head_work
 from roundpipe_cli.costs.block_work import attended_tokens, block_work
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.costs.find_model import find_architecture, read_gguf_config, shipped_architecture, shipped_figures
+from roundpipe_cli.costs.find_model import (
+    find_architecture,
+    find_config,
+    read_gguf_config,
+    shipped_architecture,
+    shipped_figures,
+)
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
@@ -196,7 +202,7 @@ def test_unknown_hub_id_offline_names_the_nearest(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RefusedError, match=r"did you mean Qwen/Qwen3-32B"):
         find_architecture("Qwen/Qwen3-33B")
     with pytest.raises(RefusedError, match="HF_HUB_OFFLINE is set"):  # the shipped figures are of no named revision
-        find_architecture("Qwen/Qwen3-32B", revision="v2")
+        find_config("Qwen/Qwen3-32B", revision="v2")
     sibling = find_architecture("meta-llama/Llama-3.1-8B-Instruct")
     assert sibling.parameters == 8030261248
     assert "Llama-3.1-8B)" in sibling.source

@@ -168,7 +168,7 @@ def test_no_card_is_believed_to_beat_its_data_sheet(name: str) -> None:
         exact, half = rates_of(device, dtype, "fp32"), rates_of(device, dtype, "fp16")
         assert 1 / exact.flops_s(1) < 1e12 * figures.acc32_tflops
         assert 1 / exact.flops_s(1) <= 1 / half.flops_s(1) < 1e12 * max(figures.fp16_acc16_tflops, figures.acc32_tflops)
-        assert 1 / exact.flops_s(1, attention=True) <= 0.81e12 * figures.acc32_tflops
+        assert 1 / exact.flops_s(1, "attention") <= 0.81e12 * figures.acc32_tflops
     assert rates_of(device, "bfloat16", "fp16") == rates_of(device, "bfloat16", "fp32")
     assert 1 / rates_of(device, "float32", "fp32").flops_s(1) < 1e12 * figures.fp32_tflops
 

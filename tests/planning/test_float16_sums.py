@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from roundpipe_cli.costs.block_work import block_work
+from roundpipe_cli.costs.find_model import find_architecture
+from roundpipe_cli.costs.hardware import parse_hardware, rates_of
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.solve import solve, speedups
 from roundpipe_cli.recipe.load import load_text
@@ -45,6 +49,15 @@ def test_a_geforce_is_offered_them_with_speed_and_price() -> None:
 def test_who_gains_nothing_is_not_offered_them(model: str, hardware: str, overrides: tuple[str, ...]) -> None:
     changes = speedups(planned(model, hardware, *overrides))
     assert all("float16_accumulation=true" not in change.overrides for change in changes)
+
+
+def test_experts_add_up_in_float32_whatever_the_recipe_says() -> None:
+    """They were priced by the rate of sums in float16, which only the products of all tokens have."""
+    architecture, device = find_architecture("Qwen/Qwen3-30B-A3B"), parse_hardware("1x3090").devices[0]
+    products = block_work(architecture, architecture.blocks[0], TrainingSettings(8192)).forward.shapes
+    exact, half = (rates_of(device, "float16", how) for how in ("fp32", "fp16"))
+    faster = {one.is_grouped: half.product_s(one) < exact.product_s(one) for one in products if one.useful_flops > 1e11}
+    assert faster == {True: False, False: True}
 
 
 def test_the_substitute_rounds_after_each_block() -> None:

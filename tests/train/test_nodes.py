@@ -151,6 +151,7 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list
     assert_numbers(workspace, "out", f"shared{count}")
     for rank in range(count):
         assert rows_of(workspace / f"rows-{count}-{rank}") == rows_of(workspace / "rows-alone")
+    assert f"on {count} machines, without the exchange between them" in outcomes[0].err, "the forecast"
     assert all(outcome.out == "" and outcome.err == "" for outcome in outcomes[1:]), "only the first speaks"
     names = {path.name for path in (workspace / "out").iterdir()}
     assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
