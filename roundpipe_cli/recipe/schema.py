@@ -536,8 +536,8 @@ class Recipe:
     float16_accumulation: bool = False
     """Matrix products of `dtype: float16` on GPUs also add up in float16: 1.3 to 1.5 times as fast on GeForce cards, by
     data sheets, where `plan` names it, and no faster on data-centre cards. By a substitute on the processor gradients
-    of SmolLM2-135M's adapters are 19 to 26 % off float32's (bfloat16: 3 %), of which all but 3 % come from the LM
-    head's sums over the vocabulary; with planted outliers 23 to 30 % (bfloat16: 22 %); a held-out loss is within
+    of SmolLM2-135M's adapters are 20 to 26 % off float32's (bfloat16: 3 %), of which all but 2 % come from the LM
+    head's sums over the vocabulary; with planted outliers 24 to 31 % (bfloat16: 21 %); a held-out loss is within
     0.01 of it. Sums above 65,504 overflow; so do a trained head's gradients over its chunks of tokens. Compare the
     loss of a short run without it first. An H100 is no faster by it; no GeForce card was measured. Processors add up in
     float32 all the same."""
