@@ -112,7 +112,7 @@ class Column:
         """Blocks whose activations of a worker's share of a round fit beside the plan."""
         plan, hardware = self.plan(self.costs), parse_hardware("8x4090")
         case = case_of(self.architecture, SETTINGS, hardware)
-        case = replace(case, analytic=replace(case.analytic, costs=self.costs))
+        case = replace(case, costs=self.costs)
         need = device_need(case, plan.forward_stages, plan.backward_stages)
         free = usable_device_bytes(hardware.devices[0]) - need.total_bytes
         per_worker = -(-(plan.microbatches_per_round or WORKERS) // WORKERS)

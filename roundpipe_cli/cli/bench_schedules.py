@@ -14,7 +14,7 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.files import write_named
-from roundpipe_cli.planning.answers import Answers, cut_from
+from roundpipe_cli.planning.answers import Answers, answered
 from roundpipe_cli.planning.choose import Effort, choose
 from roundpipe_cli.planning.compare import (
     BUBBLE_PARTS,
@@ -217,16 +217,12 @@ def as_planned(
 
 
 def _known_row(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> dict[str, Any]:
-    return answers.once(("simulated", name, cut, case), lambda: row_of(run(name, cut, case)))
+    return answered(answers, ("simulated", name, cut, case), lambda: row_of(run(name, cut, case)))
 
 
 def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
     effort: Effort = "full" if case.limits is None else "quick"
-    return answers.once(
-        ("chosen", name, case, effort),
-        lambda: choose(name, case, effort=effort),
-        cut_from,
-    )
+    return answered(answers, ("chosen", name, case, effort), lambda: choose(name, case, effort=effort), StageCut)
 
 
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:

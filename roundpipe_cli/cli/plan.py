@@ -440,7 +440,7 @@ def _stage_lines(answer: Plan, at_most: int | None = None) -> list[str]:
         at_most: lines for each direction, 3 or 1: the stages between the first and the last, or all, become one, with
             ranges.
     """
-    layers = answer.question.analytic.costs.layers
+    layers = answer.question.costs.layers
     heading = f"{len(answer.cut.forward_stages)} forward, {counted(len(answer.cut.backward_stages), 'backward stage')}"
     lines = [f"  {heading:40}{'layers':>6}{'weights':>18}{'a microbatch':>14}"]
     for direction, stages in (("forward", answer.cut.forward_stages), ("backward", answer.cut.backward_stages)):

@@ -222,23 +222,12 @@ HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnalyticCosts:
-    """The cost model and what beside it a step costs."""
-
-    costs: CostModel
-    host_s_per_update: float
-    """Time of the interpreter to issue the operators of one update."""
-    trainable_params: int
-
-
-def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> AnalyticCosts:
+def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> CostModel:
     """The costs of every layer (`embed`, blocks, `head`) for one microbatch on the fastest of the machine's devices."""
     by_device = {device: _layers(architecture, settings, device, hardware) for device in set(hardware.devices)}
     totals = [sum(2 * layer.forward_s + layer.backward_s for layer in by_device[one]) for one in hardware.devices]
     fastest = totals.index(min(totals))
     speeds = tuple(totals[fastest] / total for total in totals)
-    trainable = trainable_params(architecture, settings)
     any_cpu = any(device.is_cpu for device in hardware.devices)
     costs = CostModel(
         name=architecture.name,
@@ -251,11 +240,7 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
         leaving_bytes=settings.dtype_bytes,
         tied=architecture.tied,
     )
-    return AnalyticCosts(
-        costs=with_gains(costs, settings),
-        host_s_per_update=0.0 if any_cpu else UPDATE_S_PER_PARAM * sum(trainable),
-        trainable_params=sum(trainable),
-    )
+    return with_gains(costs, settings)
 
 
 def with_gains(costs: CostModel, settings: TrainingSettings) -> CostModel:
@@ -273,12 +258,8 @@ class Case:
     architecture: Architecture
     settings: TrainingSettings
     hardware: Hardware
-    analytic: AnalyticCosts
-
-    @property
-    def costs(self) -> CostModel:
-        """Costs of the layers."""
-        return self.analytic.costs
+    costs: CostModel
+    """Costs of the layers."""
 
     @property
     def gpus(self) -> list[Device]:
@@ -288,6 +269,15 @@ class Case:
     @property
     def num_workers(self) -> int:
         return len(self.hardware.devices)
+
+    @property
+    def trainable_params(self) -> int:
+        return sum(trainable_params(self.architecture, self.settings))
+
+    @property
+    def host_s_per_update(self) -> float:
+        """Time of the interpreter to issue the operators of one update."""
+        return UPDATE_S_PER_PARAM * self.trainable_params if len(self.gpus) == self.num_workers else 0.0
 
     @property
     def least_step_s(self) -> float:

@@ -146,8 +146,7 @@ class CostModel:
 def without_bytes(costs: CostModel) -> CostModel:
     """The costs as the published accounting sees them: nothing is moved or updated."""
     none: dict[str, Any] = dict.fromkeys(("param_bytes", "boundary_bytes", "grad_bytes", "optimizer_s"), 0)
-    layers = tuple(replace(layer, **none) for layer in costs.layers)
-    return replace(costs, layers=layers)
+    return replace(costs, layers=tuple(replace(layer, **none) for layer in costs.layers))
 
 
 def skip_projections(costs: CostModel) -> CostModel:
@@ -190,11 +189,9 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
         return costs
     layers = []
     for layer in costs.layers:
-        forward_s, backward_s = (
-            each_s + layer.visit_s / microbatches for each_s in (layer.forward_s, layer.backward_s)
-        )
-        recompute_s = layer.recomputed_s if layer.recompute else None
-        layers.append(replace(layer, forward_s=forward_s, recompute_s=recompute_s, backward_s=backward_s, visit_s=0.0))
+        again_s, share_s = layer.recomputed_s if layer.recompute else None, layer.visit_s / microbatches
+        passes_s = {"forward_s": layer.forward_s + share_s, "backward_s": layer.backward_s + share_s}
+        layers.append(replace(layer, recompute_s=again_s, visit_s=0.0, **passes_s))
     return replace(costs, layers=tuple(layers))
 
 

@@ -204,16 +204,11 @@ def gpu_device(name: str, figures: GpuFigures) -> Device:
 
 def part_of(device: Device, part: float) -> Device:
     """A part of a device, as a worker that shares it has: of its memory, its rates and its link."""
-    return replace(
-        device,
-        memory_bytes=int(device.memory_bytes * part),
-        memory_bytes_per_s=device.memory_bytes_per_s * part,
-        fp16_accumulate_flops_per_s=device.fp16_accumulate_flops_per_s * part,
-        fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s * part,
-        float32_flops_per_s=device.float32_flops_per_s * part,
-        link_bytes_per_s=device.link_bytes_per_s * part,
-        measured=device.measured and device.measured.part(part),
-    )
+    rates: dict[str, Any] = {
+        one.name: getattr(device, one.name) * part for one in fields(Device) if "_per_s" in one.name
+    }
+    memory_bytes, measured = int(device.memory_bytes * part), device.measured and device.measured.part(part)
+    return replace(device, memory_bytes=memory_bytes, measured=measured, **rates)
 
 
 def with_measured(device: Device, measurement: Measurement, *, cpu_parts: float = 1.0) -> Device | None:

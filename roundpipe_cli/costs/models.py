@@ -106,13 +106,9 @@ class Block:
 
     def scaled(self, factor: float) -> Block:
         """A block with `factor` times the parameters."""
-        return replace(
-            self,
-            attention_params=round(self.attention_params * factor),
-            mlp_params=round(self.mlp_params * factor),
-            active_mlp_params=round(self.active_mlp_params * factor),
-            other_params=round(self.other_params * factor),
-        )
+        names = "attention_params", "mlp_params", "active_mlp_params", "other_params"
+        parts: dict[str, Any] = {name: round(getattr(self, name) * factor) for name in names}
+        return replace(self, **parts)
 
     @property
     def active_linear_params(self) -> int:

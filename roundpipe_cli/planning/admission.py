@@ -91,14 +91,12 @@ def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_se
     stateful, scaled = _stateful_block(config), _scaled_positions(config, max_seq_length)
     if _GATED_DELTA.fullmatch(str(config.get("model_type"))):
         stateful = None
-    if packing and stateful is not None:
-        raise packing_refusal(*stateful)
-    if packing and scaled is not None:
-        raise packing_refusal("model.rotary_emb", scaled)
-    if chunks and stateful is not None:
-        raise chunk_refusal(*stateful)
-    if chunks and scaled is not None:
-        raise chunk_refusal("model.rotary_emb", scaled, "positions that do not depend on the length of the sequence")
+    why = stateful or (None if scaled is None else ("model.rotary_emb", scaled))
+    if why and packing:
+        raise packing_refusal(*why)
+    if why and chunks:
+        expected = () if stateful else ("positions that do not depend on the length of the sequence",)
+        raise chunk_refusal(*why, *expected)
 
 
 _GATED_DELTA = re.compile("qwen3_next|qwen3_5(_moe)?(_text)?|olmo_hybrid")

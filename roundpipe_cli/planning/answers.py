@@ -10,14 +10,13 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from roundpipe_cli.cache import Remembered
-from roundpipe_cli.planning.compare import StageCut
-from roundpipe_cli.schedule.builders import Options
+from roundpipe_cli.events import from_json
 
 ROOMS = ("costs", "planning", "schedule")
 """Folders of the code that answers."""
@@ -25,43 +24,36 @@ ROOMS = ("costs", "planning", "schedule")
 Answer = TypeVar("Answer")
 
 
+@dataclass
 class Answers:
     """Answers to earlier questions."""
 
-    def __init__(self) -> None:
-        self.damage: list[str] = []
-        """Messages about files that could not be used."""
-
-    def once(
-        self, question: object, work: Callable[[], Answer], read: Callable[[Any], Answer] = lambda known: known
-    ) -> Answer:
-        """The answer to a question: from the cache, or computed and kept.
-
-        Args:
-            question: its `repr` is the question, so it holds plain data and dataclasses of such.
-            work: gives plain data, or a dataclass of such.
-            read: makes an answer of what JSON has kept of it.
-        """
-        kept = Remembered("plans", f"{code_digest()} {question!r}")
-        found = kept.load()
-        if kept.damage:
-            self.damage.append(f"the remembered plan in {kept.path} cannot be used and is made again: {kept.damage}")
-        if found is not None:
-            return read(found)
-        with _paused_collector():
-            answer = work()
-        kept.save(asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer)
-        return answer
+    damage: list[str] = field(default_factory=list)
+    """Messages about files that could not be used."""
 
 
-def answered(
-    answers: Answers | None,
-    question: object,
-    work: Callable[[], Answer],
-    read: Callable[[Any], Answer] = lambda known: known,
-) -> Answer:
-    """As `Answers.once`; None: nothing is remembered."""
-    return work() if answers is None else answers.once(question, work, read)
+def answered(answers: Answers | None, question: object, work: Callable[[], Answer], kind: Any = None) -> Answer:
+    """The answer to a question: from the cache, or computed and kept.
+
+    Args:
+        answers: None: nothing is remembered.
+        question: its `repr` is the question, so it holds plain data and dataclasses of such.
+        work: gives plain data, or a dataclass of such.
+        kind: of the dataclass; None: plain data.
+    """
+    if answers is None:
+        return work()
+    kept = Remembered("plans", f"{code_digest()} {question!r}")
+    found = kept.load()
+    if kept.damage:
+        answers.damage.append(f"the remembered plan in {kept.path} cannot be used and is made again: {kept.damage}")
+    if found is not None:
+        known: Answer = found if kind is None else from_json(found, kind)
+        return known
+    with _paused_collector():
+        answer = work()
+    kept.save(answer if kind is None else asdict(cast(Any, answer)))
+    return answer
 
 
 @contextmanager
@@ -85,14 +77,3 @@ def code_digest() -> str:
         for path in sorted((root / room).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def cut_from(document: Any) -> StageCut:
-    """Stages from what `asdict` made of them."""
-    dealing = document["dealing"]
-    values = {key: _as_tuples(value) for key, value in document.items()}
-    return StageCut(**{**values, "dealing": None if dealing is None else Options(**dealing)})
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

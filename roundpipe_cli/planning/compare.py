@@ -225,21 +225,8 @@ def schedule_figures(result: Result) -> dict[str, Any]:
 
 def row_of(result: Result) -> dict[str, Any]:
     """A row of `bench`, in JSON's types: a schedule's figures, how its stages are dealt, workers without any."""
-    return {
-        "figures": schedule_figures(result),
-        "dealing": _dealing_words(result.dealing),
-        "num_idle": _num_idle(result),
-    }
-
-
-def _dealing_words(dealing: Options) -> str:
-    if dealing.earliest_free:
-        return ", earliest free"
-    return ", last stages shared" if dealing.shared_stages else ""
-
-
-def _num_idle(result: Result) -> int:
-    schedule = result.schedule
+    schedule, dealing = result.schedule, result.dealing
+    shared = ", last stages shared" if dealing.shared_stages else ""
     held = {
         action.worker
         for row in schedule.actions
@@ -247,4 +234,8 @@ def _num_idle(result: Result) -> int:
         for stages in [schedule.forward_stages if action.kind is Kind.FORWARD else schedule.backward_stages]
         if stages[action.stage][1] >= stages[action.stage][0]
     }
-    return schedule.num_workers - len(held)
+    return {
+        "figures": schedule_figures(result),
+        "dealing": ", earliest free" if dealing.earliest_free else shared,
+        "num_idle": schedule.num_workers - len(held),
+    }

@@ -17,7 +17,7 @@ from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
-from roundpipe_cli.planning.answers import Answers, answered, cut_from
+from roundpipe_cli.planning.answers import Answers, answered
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round
@@ -153,7 +153,7 @@ def launches_of(question: PlanRequest, cut: StageCut) -> tuple[float, float]:
         issued_s += forwards * layer.launches_s[0] + layer.launches_s[1]
         starved_s += forwards * layer.starved_s[0] + layer.starved_s[1]
     count, speeds = question.settings.num_microbatches, question.costs.worker_speed or (1.0,) * question.num_workers
-    return count * issued_s + question.analytic.host_s_per_update, count * starved_s / sum(speeds)
+    return count * issued_s + question.host_s_per_update, count * starved_s / sum(speeds)
 
 
 def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
@@ -323,8 +323,7 @@ class Plan:
     def waiting_for_rows_s(self) -> float:
         """Part of `waiting_s` that is left where nothing is moved or updated: rows that do not fill all workers."""
         question = self.question
-        bare = replace(question, analytic=replace(question.analytic, costs=without_bytes(question.costs)))
-        step = simulate_step(bare, self.cut)
+        step = simulate_step(replace(question, costs=without_bytes(question.costs)), self.cut)
         return min(self.waiting_s, step.bubble_ratio * step.step_s - step.exchange.waiting_s)
 
     @property
@@ -519,24 +518,18 @@ def stage_case(question: PlanRequest) -> SimulationCase:
 
 def _figures(question: PlanRequest) -> tuple[object, ...]:
     """Everything that the stages and the time of a step depend on."""
-    return question.loaded.recipe, question.architecture, question.settings, question.hardware, question.analytic
+    return question.loaded.recipe, question.architecture, question.settings, question.hardware, question.costs
 
 
 def _known_cut(question: PlanRequest) -> StageCut:
-    if question.answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
+    if given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
         return _cut(question)
-    return question.answers.once(("stages", _figures(question)), lambda: _cut(question), cut_from)
+    return answered(question.answers, ("stages", _figures(question)), lambda: _cut(question), StageCut)
 
 
 def _known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
-    return answered(
-        question.answers,
-        ("step", _figures(question), cut),
-        lambda: simulate_step(question, cut),
-        lambda one: SimulatedStep(
-            **(one | {"links": LinkBytes(**one["links"]), "exchange": Exchange(**one["exchange"])})
-        ),
-    )
+    asked = "step", _figures(question), cut
+    return answered(question.answers, asked, lambda: simulate_step(question, cut), SimulatedStep)
 
 
 def _cut(question: PlanRequest) -> StageCut:
@@ -555,7 +548,7 @@ def _cut(question: PlanRequest) -> StageCut:
         return replace(found, explanation=(why, found.dealing.why) if found.dealing else (why,))
     if not judge_coarsest(question).fits:
         why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
-        return _coarsest(question, why)
+        return replace(coarsest_cut(question), explanation=(why,))
 
     def keeps(cut: StageCut) -> bool:
         return _judged(question, cut).fits
@@ -563,7 +556,7 @@ def _cut(question: PlanRequest) -> StageCut:
     try:
         cut = choose("roundpipe", case, keeps, effort="quick")
     except ResourceError:
-        return _coarsest(question, "no cut keeps the devices' limits")
+        return replace(coarsest_cut(question), explanation=("no cut keeps the devices' limits",))
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
         return _coarser(question, cut)
     fits, whole = keeps(cut), replace(cut, microbatches_per_round=settings.num_microbatches)
@@ -573,15 +566,10 @@ def _cut(question: PlanRequest) -> StageCut:
     return deal_out(_coarser(question, cut, least_round=least), case, keeps)
 
 
-def _coarsest(question: PlanRequest, why: str) -> StageCut:
-    return replace(coarsest_cut(question), explanation=(why,))
-
-
 def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     keeps_few = SCHEDULE_KINDS[question.loaded.recipe.pipeline.schedule].keeps_few
     per_round = question.num_workers if keeps_few else per_round_of(question, cut)
-    judged = replace(cut, microbatches_per_round=per_round)
-    return judge(question, judged)
+    return judge(question, replace(cut, microbatches_per_round=per_round))
 
 
 def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> StageCut:

@@ -360,14 +360,14 @@ def _decided(
     if recipe.micro_batch_tokens == "auto":
         figures = recipe, architecture, settings, machine
         tokens = answered(answers, ("tokens", figures), lambda: _token_budget(*figures))
-        recipe = _with_budget(recipe, tokens)
+        recipe = replace(recipe, micro_batch_tokens=tokens)
         choices = *choices, describe_budget(recipe, machine)
     case, unpacking, reads_disk = _stated(recipe, architecture, settings, machine)
     return PlanRequest(
         architecture,
         case.settings,
         case.hardware,
-        case.analytic,
+        case.costs,
         loaded=replace(loaded, recipe=recipe),
         reads_disk=reads_disk,
         machine_source=source,
@@ -388,12 +388,12 @@ def _stated(
     case = _tiered(recipe, architecture, settings, machine)
     skips, kept = _skips(recipe, case), _kept_blocks(recipe, case.num_workers)
     settings = replace(case.settings, skip_last_projection=skips, keep_blocks=kept)
-    analytic = replace(case.analytic, costs=with_gains(case.costs, settings))
-    unpacking, case = choose_unpacking(replace(case, settings=settings, analytic=analytic), recipe.pipeline)
+    case = replace(case, settings=settings, costs=with_gains(case.costs, settings))
+    unpacking, case = choose_unpacking(case, recipe.pipeline)
     if not case.settings.weights_on_disk:
         return case, unpacking, False
     from_disk = _read_from_disk(case)
-    return from_disk, unpacking, from_disk.analytic is not case.analytic
+    return from_disk, unpacking, from_disk.costs is not case.costs
 
 
 def _tiered(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> Case:
@@ -443,17 +443,13 @@ def _auto_chunks(
     return count, f"{CHUNKS_KEY}={count}: {how}, {-(-recipe.max_seq_length // count):,} tokens each: {what}"
 
 
-def _with_budget(recipe: Recipe, tokens: int) -> Recipe:
-    return replace(recipe, micro_batch_tokens=tokens)
-
-
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
     """The value of `micro_batch_tokens: auto`; a row for a model whose figures are a guess."""
     if architecture.is_guess:
         return recipe.tokens_of_full_row
 
     def case(tokens: int, on: Hardware = machine) -> Case:
-        return _stated(_with_budget(recipe, tokens), architecture, settings, on)[0]
+        return _stated(replace(recipe, micro_batch_tokens=tokens), architecture, settings, on)[0]
 
     if all(device.is_cpu for device in machine.devices):
         alone = replace(machine, devices=machine.devices[:1], disk_free_bytes=None)
@@ -525,7 +521,7 @@ def _read_from_disk(case: Case) -> Case:
     if machine.disk_bytes_per_s is None:
         note += " (`--hardware ...,disk_gb_per_s=` corrects it)"
     slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
-    return replace(case, hardware=_noting(machine, note), analytic=replace(case.analytic, costs=slow))
+    return replace(case, hardware=_noting(machine, note), costs=slow)
 
 
 def _leaving_gaps(machine: Hardware, settings: TrainingSettings) -> Hardware:
@@ -608,11 +604,10 @@ def with_cards_of(question: PlanRequest, least_bytes: int) -> PlanRequest:
 def on_devices(question: PlanRequest, kept: tuple[Device, ...]) -> PlanRequest:
     """The question for these of its devices."""
     hardware = replace(question.hardware, devices=kept)
-    analytic = analytic_costs(question.architecture, question.settings, hardware)
+    costs = analytic_costs(question.architecture, question.settings, hardware)
     if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'
-        link = question.costs.link_bytes_per_s
-        analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
-    return replace(question, hardware=hardware, analytic=analytic)
+        costs = replace(costs, link_bytes_per_s=question.costs.link_bytes_per_s)
+    return replace(question, hardware=hardware, costs=costs)
 
 
 def describe_idle_gpus(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from roundpipe_cli.costs.analytic import Case, case_of
+from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import is_large_for_cpu
@@ -20,6 +20,7 @@ METHODS = {
     "full": ("method: full",),
 }
 """Displayed name -> lines of a recipe; every other key has its default."""
+NOT_ON_CPU = "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
 NUM_SHOWN = 3
 SEQUENCE = 2048
 """Tokens of a row."""
@@ -60,7 +61,8 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
         settings = settings_of(loaded.recipe, architecture)
         if settings.dtype == "bfloat16" and lacks_bfloat16:
             settings = replace(settings, dtype="float16")
-        lack = _lack(case_of(architecture, settings, hardware))
+        lack = NOT_ON_CPU if is_large_for_cpu(hardware, architecture.parameters) else None
+        lack = lack or next(iter(judge_coarsest(case_of(architecture, settings, hardware)).short_reasons), None)
         if lack is None:
             fitting.append(architecture.name)
             if len(fitting) == NUM_SHOWN:
@@ -68,11 +70,3 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
         elif not fitting:
             too_large, reason = architecture.name.rpartition("/")[2], lack
     return Reach(method, tuple(fitting), too_large, reason)
-
-
-def _lack(case: Case) -> str | None:
-    """None if it fits, otherwise which memory is too small."""
-    if is_large_for_cpu(case.hardware, case.architecture.parameters):
-        return "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
-    verdict = judge_coarsest(case)
-    return None if verdict.fits else verdict.short_reasons[0]

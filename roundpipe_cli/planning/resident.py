@@ -44,11 +44,10 @@ def with_all_weights(case: AnyCase) -> AnyCase | None:
     cache_bytes = whole_cache_bytes(costs.layers)
     if settings.unpacks_once:  # a stage is most of the model then
         settings = replace(settings, unpacks_once=False)
-        anew = analytic_costs(case.architecture, settings, case.hardware).costs
+        anew = analytic_costs(case.architecture, settings, case.hardware)
         costs = replace(anew, link_bytes_per_s=costs.link_bytes_per_s)
     settings = replace(settings, weight_cache_bytes=cache_bytes)
-    analytic = replace(case.analytic, costs=with_cached_weights(costs, cache_bytes, settings.dtype_bytes))
-    return replace(case, settings=settings, analytic=analytic)
+    return replace(case, settings=settings, costs=with_cached_weights(costs, cache_bytes, settings.dtype_bytes))
 
 
 def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut], bool]) -> StageCut | None:

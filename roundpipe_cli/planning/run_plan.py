@@ -81,10 +81,9 @@ def check_fits(question: PlanRequest) -> None:
     if not this_process().is_first:  # the first of several machines alone writes checkpoints and the result
         machine = replace(machine, disk_free_bytes=None)
     settings = replace(question.settings, unpacks_once=False)  # what needs least
-    analytic = replace(question.analytic, costs=without_unpacked(question.costs))
     if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
         settings = replace(settings, num_shards=this_process().count)
-    case = Case(question.architecture, settings, machine, analytic)
+    case = Case(question.architecture, settings, machine, without_unpacked(question.costs))
     if loaded.recipe.weights == "auto":
         case = choose_tier(case)
     verdict = judge_coarsest(case)

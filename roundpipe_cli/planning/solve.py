@@ -166,7 +166,7 @@ def faster_in_float16_sums(plan: Plan) -> tuple[Change, ...]:
     known = all(not one.is_cpu and not one.measured for one in hardware.devices) and all(gains)
     if not (is_16_bit and is_apt and known) or architecture.model_type.startswith("gemma"):
         return ()
-    asked = replace(question, settings=other, analytic=analytic_costs(architecture, other, hardware))
+    asked = replace(question, settings=other, costs=analytic_costs(architecture, other, hardware))
     speed = question.tokens_per_step / (simulate_step(asked, plan.cut).step_s + reference_s(asked, plan.cut))
     keys = ("dtype=float16",) if question.loaded.recipe.dtype != "float16" else ()
     change = Change((*keys, "float16_accumulation=true"), FLOAT16_SUMS, 1.5, tokens_per_s=speed, word="FITS")
@@ -276,8 +276,11 @@ class _Trial:
 
     def tokens_per_s(self, tier: tuple[bool, bool]) -> float:
         """By its plan; 0 unless (weights are read from the disk, host memory is short) is `tier`."""
-        plan = self.plan
-        return plan.tokens_per_s if plan and (plan.question.reads_disk, not _leaves_memory(plan)) == tier else 0.0
+        if (plan := self.plan) is None:
+            return 0.0
+        most = max(plan.verdict.host.total_bytes, plan.verdict.loading.total_bytes)
+        is_short = most > (1 - HOST_LEFT) * plan.question.hardware.host_memory_bytes
+        return plan.tokens_per_s if (plan.question.reads_disk, is_short) == tier else 0.0
 
     @cached_property
     def estimate(self) -> float | None:
@@ -293,11 +296,6 @@ class _Trial:
         """Whether it may be faster by more than `SLOWER`, as far as the estimates tell."""
         mine, others = self.estimate, other.estimate
         return mine is None or others is None or (1 - SLOWER) * (1 + UNSURE) * mine > others
-
-
-def _leaves_memory(plan: Plan) -> bool:
-    most = max(plan.verdict.host.total_bytes, plan.verdict.loading.total_bytes)
-    return most <= (1 - HOST_LEFT) * plan.question.hardware.host_memory_bytes
 
 
 def _with_speed(question: PlanRequest, change: Change) -> Change | None:

@@ -91,8 +91,10 @@ def estimated_step_s(recipe: Recipe, case: Case) -> float:
 
 
 def _by_formula(recipe: Recipe, case: Case) -> float:
-    if recipe.pipeline.binds_stages:
-        return _bound_s(case, one_stage_each=SCHEDULE_KINDS[recipe.pipeline.schedule].one_stage_each)
+    if recipe.pipeline.binds_stages:  # the last worker waits until a microbatch has passed through those before
+        layers, workers = case.costs.layers, case.num_workers
+        loops = 1 if SCHEDULE_KINDS[recipe.pipeline.schedule].one_stage_each else max(1, len(layers) // workers)
+        return (case.settings.num_microbatches + (workers - 1) / loops) * sum(map(_passes_s, layers)) / workers
     streamed_s = _streamed_s(case)
     if case.settings.method == "full" and case.settings.sequence_chunks == 1:
         return _simulated_s(case, streamed_s)
@@ -128,13 +130,6 @@ def _with_margin(case: Case) -> Case:
         for device in case.hardware.devices
     )
     return replace(case, hardware=replace(case.hardware, devices=devices, disk_free_bytes=None))
-
-
-def _bound_s(case: Case, *, one_stage_each: bool) -> float:
-    """Each worker keeps to its stages: the last one waits until a microbatch has passed through those of the others."""
-    layers, workers = case.costs.layers, case.num_workers
-    loops = 1 if one_stage_each else max(1, len(layers) // workers)
-    return (case.settings.num_microbatches + (workers - 1) / loops) * sum(map(_passes_s, layers)) / workers
 
 
 def _streamed_s(case: Case) -> float:

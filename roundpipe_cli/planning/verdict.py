@@ -88,7 +88,7 @@ def _waiting_bytes(case: Case, cut: StageCut) -> tuple[int, int]:
     if dealing is None or len(case.gpus) < workers:
         return 0, 0
     if dealing.splits_stages:  # of each worker but one, all that it trains
-        return 0, (workers - 1) * case.analytic.trainable_params * case.settings.dtype_bytes
+        return 0, (workers - 1) * case.trainable_params * case.settings.dtype_bytes
     head_bytes = case.costs.layers[-1].grad_bytes if dealing.head_workers > 1 else 0
     return head_bytes, min(dealing.head_workers, workers) * head_bytes
 

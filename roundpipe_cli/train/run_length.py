@@ -258,10 +258,9 @@ def _usual_figures(answer: Plan, step: UsualStep) -> tuple[float, float]:
     question = answer.question
     count = -(-step.num_microbatches // question.hardware.machines) * question.settings.sequence_chunks
     own = replace(question.settings, max_seq_length=step.length, micro_batch_size=step.rows, num_microbatches=count)
-    analytic = analytic_costs(question.architecture, own, question.hardware)
     link = question.costs.link_bytes_per_s  # of the disk, where weights are read from there
-    analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
-    asked = replace(question, settings=own, analytic=analytic)
+    costs = replace(analytic_costs(question.architecture, own, question.hardware), link_bytes_per_s=link)
+    asked = replace(question, settings=own, costs=costs)
     per_round = answer.cut.microbatches_per_round and min(answer.microbatches_per_round, count)
     cut = replace(answer.cut, microbatches_per_round=per_round)
     simulated = simulate_step(asked, cut)

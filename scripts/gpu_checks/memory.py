@@ -62,7 +62,7 @@ def step(place: CheckPlace, method: str) -> Figures:
     cut, index = cut_of(trial, 0), place.first
     architecture = parse_config(trial.model.figures, name=SPEED_MODEL, source="gpu_check")
     settings = TrainingSettings(TOKENS[place.scale], num_microbatches=MICROBATCHES, method=method, lora_r=16)  # type: ignore[arg-type]
-    case = Case(architecture, settings, trial.hardware, trial.analytic)
+    case = Case(architecture, settings, trial.hardware, trial.costs)
     need = device_need(case, cut.forward_stages, cut.backward_stages)
     with place.devices():
         with DriverPeak(index) as driver:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
+from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.machine import this_machine
 from roundpipe_cli.costs.memory import with_cached_weights
@@ -49,7 +50,7 @@ class Trial:
     microbatches: list[Microbatch]
     method: str
     hardware: Hardware
-    analytic: AnalyticCosts
+    costs: CostModel
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +83,7 @@ def machine_of(place: CheckPlace) -> Hardware:
 
 def cut_of(trial: Trial, cache_bytes: int, num_workers: int = 1) -> StageCut:
     """Stages of so many workers, as the planner cuts them."""
-    costs = trial.analytic.costs
+    costs = trial.costs
     if cache_bytes:
         costs = with_cached_weights(costs, cache_bytes, 2)
     return plan_partition(SimulationCase(costs, num_workers, len(trial.microbatches)))
@@ -101,7 +102,7 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str, count: int | None = 
     if way == "resident":  # each microbatch on one worker, nothing recomputed that fits
         indices, dealing = place.indices, DEALING
         num_workers = len(indices)
-        cut = resident_cut(with_cached_weights(trial.analytic.costs, EVERYTHING, 2), num_workers, lambda found: True)
+        cut = resident_cut(with_cached_weights(trial.costs, EVERYTHING, 2), num_workers, lambda found: True)
         assert cut is not None
     schedule = build_schedule(
         "roundpipe",
@@ -109,7 +110,7 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str, count: int | None = 
         backward_stages=cut.backward_stages,
         num_workers=num_workers,
         rounds=Rounds(len(trial.microbatches), per_round=cut.microbatches_per_round, options=dealing),
-        costs=trial.analytic.costs,
+        costs=trial.costs,
     )
     backends = make_backends([f"cuda:{index}" for index in indices], 1)
     model, options = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import analytic_costs, case_of
 from roundpipe_cli.costs.block_work import block_work, has_mask, lora_params
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
@@ -132,12 +132,12 @@ def test_host_time_counts_what_is_launched() -> None:
     """22,000 a second: forward and backward of each block, the head in chunks; and the update's Python."""
     architecture = find_architecture("Qwen/Qwen3-8B")
     settings = TrainingSettings(2048, method="full")
-    analytic = analytic_costs(architecture, settings, parse_hardware("1x4090"))
+    case = case_of(architecture, settings, parse_hardware("1x4090"))
     head = 4 + 2 * (4 + 3)  # as `run_head` launches them
-    assert [layer.launches_s for layer in analytic.costs.layers[:2]] == [(0, 0), pytest.approx((23 / 22e3, 48 / 22e3))]
-    assert sum(analytic.costs.layers[-1].launches_s) == pytest.approx(head / 22e3)
-    assert analytic.host_s_per_update == pytest.approx(8.19e9 / 2**22 * 26e-6, rel=0.01)
-    reference = analytic_costs(architecture, replace(settings, fused=False), parse_hardware("1x4090")).costs
+    assert [layer.launches_s for layer in case.costs.layers[:2]] == [(0, 0), pytest.approx((23 / 22e3, 48 / 22e3))]
+    assert sum(case.costs.layers[-1].launches_s) == pytest.approx(head / 22e3)
+    assert case.host_s_per_update == pytest.approx(8.19e9 / 2**22 * 26e-6, rel=0.01)
+    reference = analytic_costs(architecture, replace(settings, fused=False), parse_hardware("1x4090"))
     assert reference.layers[1].launches_s == pytest.approx((55 / 22e3, 114 / 22e3))
     assert sum(reference.layers[-1].launches_s) == pytest.approx((head + 2 * 9) / 22e3)
 
@@ -150,7 +150,7 @@ def test_a_pass_ends_no_sooner_than_its_operators_are_issued(cards: int, microba
     short, long = (
         analytic_costs(
             architecture, TrainingSettings(tokens, method="full", num_microbatches=microbatches), hardware
-        ).costs.layers[5]
+        ).layers[5]
         for tokens in (64, 1 << 20)
     )
     assert (short.forward_s, short.backward_s) == pytest.approx((21 * each_s, 42 * each_s))

@@ -13,9 +13,9 @@ from typing import Any, get_args
 import pytest
 
 from roundpipe_cli.choices import OptimizerName
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, head_work
+from roundpipe_cli.costs.analytic import analytic_costs, head_work
 from roundpipe_cli.costs.block_work import attended_tokens, block_work
-from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.find_model import (
     find_architecture,
     find_config,
@@ -41,15 +41,15 @@ TINY = {
 }
 
 
-def costs(model: str = "Qwen/Qwen3-8B", hardware: str = "1x4090", **changes: Any) -> AnalyticCosts:
+def costs(model: str = "Qwen/Qwen3-8B", hardware: str = "1x4090", **changes: Any) -> CostModel:
     architecture = shipped_architecture(model)
     assert architecture is not None
     settings = TrainingSettings(**{"max_seq_length": 2048, "micro_batch_size": 4, **changes})
     return analytic_costs(architecture, settings, parse_hardware(hardware))
 
 
-def gpu_s(analytic: AnalyticCosts) -> float:
-    return sum((2 if one.recompute else 1) * one.forward_s + one.backward_s for one in analytic.costs.layers)
+def gpu_s(costs: CostModel) -> float:
+    return sum((2 if one.recompute else 1) * one.forward_s + one.backward_s for one in costs.layers)
 
 
 def test_shipped_figures_are_the_published_ones_and_parameters_are_counted_exactly() -> None:
@@ -77,7 +77,7 @@ def test_attention_grows_with_the_square_of_the_sequence_and_windows_stop_it() -
     assert attended_tokens(4096, None) == 2048
     assert attended_tokens(4096, 8192) == 2048
     assert attended_tokens(4096, 1024) == 1024 - 128
-    short, long = (costs(max_seq_length=n, micro_batch_size=1).costs.layers[1].forward_s for n in (16384, 32768))
+    short, long = (costs(max_seq_length=n, micro_batch_size=1).layers[1].forward_s for n in (16384, 32768))
     assert 2.1 < long / short < 4
     windows = [block.window for block in find_architecture("google/gemma-3-4b-pt").blocks]
     assert [index for index, window in enumerate(windows) if window is None] == [5, 11, 17, 23, 29]
@@ -88,7 +88,7 @@ def test_the_heads_chunk_is_a_rule_of_the_vocabulary_alone() -> None:
     sizes = [head_chunk_tokens(None, size) for size in (1, 32_000, 128_256, 151_936, 184_000, 186_000, 262_144, 2**22)]
     assert sizes == [1024, 1024, 1024, 1024, 1024, 512, 512, 256]
     assert head_chunk_tokens(77, 262_144) == 77
-    ask_of = [costs("google/gemma-3-1b-it", head_chunk_tokens=tokens).costs.layers[-1] for tokens in (1024, 512)]
+    ask_of = [costs("google/gemma-3-1b-it", head_chunk_tokens=tokens).layers[-1] for tokens in (1024, 512)]
     assert ask_of[0].activation_bytes > 1.8 * ask_of[1].activation_bytes
 
 
@@ -100,22 +100,22 @@ def test_bfloat16_uses_the_fp32_accumulate_figure_whatever_is_asked() -> None:
     assert gpu_s(costs(dtype="float16", float16_accumulation=True)) == float16[0]
     ordered = costs(dtype="float16", deterministic=True)
     assert 1.0 < gpu_s(ordered) / gpu_s(costs(dtype="float16")) < 1.1
-    assert ordered.costs.layers[2].activation_bytes > costs(dtype="float16").costs.layers[2].activation_bytes
+    assert ordered.layers[2].activation_bytes > costs(dtype="float16").layers[2].activation_bytes
 
 
 def test_unequal_workers_have_speeds_relative_to_the_fastest() -> None:
-    model = costs(hardware="4x3090+2x4060ti").costs
+    model = costs(hardware="4x3090+2x4060ti")
     assert model.worker_speed is not None
     assert model.worker_speed[:4] == (1.0,) * 4
     assert 0.4 < model.worker_speed[4] < 0.8
     assert model.link_bytes_per_s == 12.5e9
-    assert costs(hardware="8x4090").costs.worker_speed is None
+    assert costs(hardware="8x4090").worker_speed is None
 
 
 def test_each_optimizer_has_the_price_of_its_update() -> None:
     """An update in 8 bit, which takes tens of seconds for 8B parameters, was priced like any other."""
     taken = {
-        name: sum(layer.optimizer_s for layer in costs(method="full", optimizer=name).costs.layers)
+        name: sum(layer.optimizer_s for layer in costs(method="full", optimizer=name).layers)
         for name in get_args(OptimizerName)
     }
     times = {name: taken[name] / taken["adamw"] for name in taken}
@@ -233,8 +233,7 @@ def _published_tokens_per_s(
         dtype="float16",
         head_chunk_tokens=1 << 15,  # the published head adds its gradient to the sum once for a microbatch
     )
-    analytic = analytic_costs(architecture, settings, hardware)
-    costs = analytic.costs
+    costs = analytic_costs(architecture, settings, hardware)
     case = SimulationCase(costs, num_workers, 20, staleness=1)
     schedule = make_schedule("roundpipe", StageCut(*map(tuple, cut), 10), case, num_steps=3)
     timeline = simulate(schedule, costs, staleness=1)

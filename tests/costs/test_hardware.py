@@ -209,7 +209,7 @@ def test_tiles_that_are_partly_empty_take_their_whole_time() -> None:
 
 
 def blocks_s(name: str, hardware: str, **changes: Any) -> float:
-    costs = analytic_costs(find_architecture(name), replace(SHORT, **changes), parse_hardware(hardware)).costs
+    costs = analytic_costs(find_architecture(name), replace(SHORT, **changes), parse_hardware(hardware))
     return sum(2 * one.forward_s + one.backward_s for one in costs.layers[1:-1])
 
 

@@ -402,7 +402,7 @@ def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkey
     assert not pinned.verdict.fits and "host memory" in pinned.verdict.reasons[0]
     asked = ask(load(tmp_path, "weights=mmap"), machine + "128")
     assert any("stay in memory" in note for note in asked.hardware.notes)
-    assert asked.analytic.costs.link_bytes_per_s == ask(load(tmp_path), machine + "128").analytic.costs.link_bytes_per_s
+    assert asked.costs.link_bytes_per_s == ask(load(tmp_path), machine + "128").costs.link_bytes_per_s
 
 
 def test_full_fine_tuning_is_never_mapped(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_bytes_uploaded_and_held() -> None:
         settings = TrainingSettings(max_seq_length=8, lora_r=4, packed_as=kind)
         num_bytes = sum(p.num_bytes for places in frozen for p in places)
         assert frozen_bytes(architecture, settings) == pytest.approx(num_bytes, rel=0.01)
-        costs = analytic_costs(architecture, settings, parse_hardware("1x4090")).costs
+        costs = analytic_costs(architecture, settings, parse_hardware("1x4090"))
         assert costs.layers[1].param_bytes == pytest.approx(rig.store.layouts[1].num_bytes, rel=0.01)
     assert all(sent[kind] <= share * sent[None] for kind, share in (("4bit", 0.30), ("8bit", 0.55), ("fp8", 0.55)))
     assert held[None] == 2 and held["4bit"] <= 0.60 and held["8bit"] <= 1.07 and held["fp8"] <= 1.02
@@ -332,7 +332,7 @@ def test_the_cost_model_counts_both_passes_of_unpacking(monkeypatch: pytest.Monk
     times = {}
     for name in ("4bit", "8bit", "fp8"):
         settings = TrainingSettings(max_seq_length=1, packed_as=name)  # type: ignore[arg-type]
-        times[name] = analytic_costs(architecture, settings, hardware).costs.layers[1].forward_s
+        times[name] = analytic_costs(architecture, settings, hardware).layers[1].forward_s
     unpacking = (1 + 4 / 1024 + 6) / analytic.FP8_UNPACKING
     assert times["fp8"] / times["4bit"] == pytest.approx((unpacking + 2) / (0.5 + 4 / 64 + 4), rel=0.02)
     assert times["8bit"] / times["4bit"] == pytest.approx((1 + 4 / 64 + 4) / (0.5 + 4 / 64 + 4), rel=0.02)

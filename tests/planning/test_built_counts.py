@@ -110,7 +110,7 @@ def test_what_travels_beside_hidden_states_is_planned(tmp_path: Path, model_type
     folder, _ = put_model(tmp_path, model_type, **({"index_topk": 8} if model_type == "hy_v4" else {}))
     architecture = built_architecture(counts_of(folder, "here"), name="here", source="a test")
     settings = TrainingSettings(dtype="bfloat16", max_seq_length=100, micro_batch_size=1)
-    layers = analytic_costs(architecture, settings, parse_hardware("1x4090")).costs.layers
+    layers = analytic_costs(architecture, settings, parse_hardware("1x4090")).layers
     assert {layer.boundary_bytes for layer in layers[:-1]} == {100 * columns * 2}
 
 

@@ -231,5 +231,5 @@ def test_a_plan_for_pairs_counts_both_answers_and_the_reference(
     assert not any("the base model's forward" in line for line in plan_text(usual, None))
     without = planned(tmp_path, "objective=simpo", "pipeline.weight_cache=0")
     assert (without.verdict.device, without.step_s) == (pairs.verdict.device, usual.step_s)
-    forward_s = sum(layer.forward_s for layer in pairs.question.analytic.costs.layers) * 8 / 2
+    forward_s = sum(layer.forward_s for layer in pairs.question.costs.layers) * 8 / 2
     assert forward_s <= pairs.step_s - usual.step_s <= 1.4 * forward_s

@@ -87,7 +87,7 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
     assert limits is not None
     memory = min(device.memory_bytes for device in question.hardware.devices)
     return AdaptivePlanner(
-        replace(question.analytic.costs, device_memory_bytes=memory),
+        replace(question.costs, device_memory_bytes=memory),
         question.num_workers,
         recipe.pipeline,
         microbatches_per_round=limits.microbatches_per_round,

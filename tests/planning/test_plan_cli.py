@@ -219,7 +219,7 @@ def test_without_gpus_the_machine_is_said(recipe: Path, monkeypatch: pytest.Monk
     check_fits(ask(load(recipe, "model=Qwen/Qwen3-235B-A22B"), here=True))  # that there is no GPU is another refusal
     three = ask(load(recipe, "pipeline.devices=[cpu, cpu, cpu]"))
     assert len(three.hardware.devices) == 3
-    assert all(layer.param_bytes == 0 for layer in three.analytic.costs.layers), "CPU workers alias the weights"
+    assert all(layer.param_bytes == 0 for layer in three.costs.layers), "CPU workers alias the weights"
     twice = ask(load(recipe, "pipeline.devices=[cuda:0, cuda:0]"))
     assert any("planned for 2x4090" in note for note in twice.hardware.notes)
 
@@ -300,7 +300,7 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
     assert chunks.cut.backward_stages[0][0] == chunks.cut.backward_stages[0][1], "the head is alone in its stage"
     assert chunks.verdict.fits and not whole.verdict.fits and chunks.tokens_per_s > 3 * whole.tokens_per_s
     assert any("every chunk of a sequence takes the same time" in line for line in chunks.assumptions)
-    costs = [plan.question.analytic.costs.layers[1] for plan in (whole, chunks)]
+    costs = [plan.question.costs.layers[1] for plan in (whole, chunks)]
     assert 1 <= 32 * costs[1].forward_s / costs[0].forward_s < 1.02, "keys and values are copied behind earlier ones"
     assert costs[1].activation_bytes < costs[0].activation_bytes
 
@@ -308,21 +308,21 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
 def test_gains_of_the_engine_are_in_the_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the run leaves out of a recompute or keeps on the device, the plan does not count as time; its memory is in
     tests/costs/test_memory_model.py."""
-    launched = ask(load(recipe, "pipeline.skip_last_projection=true"), "2x4090").analytic.costs.layers[1]
+    launched = ask(load(recipe, "pipeline.skip_last_projection=true"), "2x4090").costs.layers[1]
     assert launched.recomputed_s == launched.forward_s, "a product less is no shorter where launches bind"
     monkeypatch.setattr(analytic, "ISSUED_PER_S", ((1.0, math.inf),))
     skip, words = "pipeline.skip_last_projection", "2x4090,host_memory_gib=64"
     never, auto, always = (ask(load(recipe, f"{skip}={value}"), words) for value in ("false", "auto", "true"))
-    block = always.analytic.costs.layers[1]
+    block = always.costs.layers[1]
     assert block.recomputed_s == block.forward_s - block.recompute_skippable_s < block.forward_s
-    assert never.analytic.costs.layers[1].recomputed_s == block.forward_s
-    assert auto.analytic == always.analytic, "the inputs of 32 small layers take little memory"
+    assert never.costs.layers[1].recomputed_s == block.forward_s
+    assert auto.costs == always.costs, "the inputs of 32 small layers take little memory"
     large = ask(load(recipe, "gradient_accumulation_steps=4096"), words)
     assert not large.settings.skip_last_projection, "as `train/build.py` decides for so many of them"
     kept = ask(load(recipe, "pipeline.keep_activations=3"), "4090")
-    assert [layer.recompute for layer in kept.analytic.costs.layers[-5:]] == [True, False, False, False, False]
+    assert [layer.recompute for layer in kept.costs.layers[-5:]] == [True, False, False, False, False]
     several = ask(load(recipe, "pipeline.keep_activations=3"), "2x4090")
-    assert all(layer.recompute for layer in several.analytic.costs.layers[1:-1]), "blocks seldom stay where they were"
+    assert all(layer.recompute for layer in several.costs.layers[1:-1]), "blocks seldom stay where they were"
 
 
 def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
@@ -384,4 +384,4 @@ def test_every_option_of_the_engine_is_planned_for(recipe: Path) -> None:
         assert planned(value) != planned(other), option
     question = ask(load(recipe, "load_in_4bit=true"), "1x4090")
     assert question.unpacking is not None and question.settings.unpacks_once == question.unpacking.once
-    assert question.analytic.costs.slots == options["num_slots"] == NUM_SLOTS
+    assert question.costs.slots == options["num_slots"] == NUM_SLOTS

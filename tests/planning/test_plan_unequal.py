@@ -63,7 +63,7 @@ def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
     )  # two cards that hold all weights are as fast as all three
     answer = make_plan(loaded, "2x3090+4060ti:memory_gib=8:pcie_lanes=16")
     check_limits(answer)
-    speeds = answer.question.analytic.costs.worker_speed
+    speeds = answer.question.costs.worker_speed
     assert speeds is not None and 0.4 < speeds[2] < 0.8 and len(speeds) == 3
     work = [seconds * speed for seconds, speed in zip(busy_s(answer.timeline), speeds, strict=True)]
     assert [part / sum(work) for part in work] == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.05)
@@ -116,7 +116,7 @@ def test_a_run_and_bench_leave_out_what_plan_leaves_out(
     alone = asked.given
     assert alone.recipe.pipeline.devices == ("cuda:0", "cuda:3")
     anew = ask(alone, here=True)
-    assert (asked.settings, asked.analytic, asked.unpacking) == (anew.settings, anew.analytic, anew.unpacking)
+    assert (asked.settings, asked.costs, asked.unpacking) == (anew.settings, anew.costs, anew.unpacking)
     assert asked.hardware.devices == anew.hardware.devices and asked.loaded == anew.loaded
     check_fits(asked)
     assert [event.text for event in told if isinstance(event, Notice)] == [

@@ -112,7 +112,7 @@ def test_no_plain_even_cut_is_faster(name: str) -> None:
     are chosen by clocks without transfers, of which the first and the last of a step differ."""
     plan = planned(name)
     question, own = plan.question, plan.cut
-    num_layers, chosen_s = len(question.analytic.costs.layers), simulate_step(question, own).step_s
+    num_layers, chosen_s = len(question.costs.layers), simulate_step(question, own).step_s
     faster, chunks = [], question.settings.sequence_chunks
     shortest, least_gain = -(-question.num_workers // chunks) * chunks, 1e-6 if chunks == 1 else 1e-4
     for blocks in ((1, 1), (2, 1), (3, 1), (2, 2)):

@@ -99,7 +99,7 @@ def test_a_visit_is_shared_out_over_its_microbatches() -> None:
 def test_the_plan_counts_time_and_memory_of_either_way() -> None:
     architecture, hardware = find_architecture("Qwen/Qwen3-32B"), parse_hardware("1x4090")
     each, once = (
-        analytic_costs(architecture, replace(LARGE, unpacks_once=on), hardware).costs.layers[1] for on in (False, True)
+        analytic_costs(architecture, replace(LARGE, unpacks_once=on), hardware).layers[1] for on in (False, True)
     )
     block = architecture.blocks[0]
     unpack_s = block.params * (LARGE.packed_bytes_per_param + 2) / hardware.devices[0].memory_bytes_per_s

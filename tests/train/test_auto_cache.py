@@ -40,7 +40,7 @@ def planned(folder: Path, hardware: str, *overrides: str) -> Plan:
 
 def test_a_small_model_is_kept_whole_on_24_gb(tmp_path: Path) -> None:
     auto, none = (planned(tmp_path, "2x4090", *also) for also in ((), ("pipeline.weight_cache=0",)))
-    whole = sum(layer.param_bytes for layer in auto.question.analytic.costs.layers)
+    whole = sum(layer.param_bytes for layer in auto.question.costs.layers)
     cache = auto.question.settings.weight_cache_bytes
     assert whole <= cache <= whole * 1.001
     assert auto.verdict.device.total_bytes == none.verdict.device.total_bytes + cache <= DEVICE_SHARE * 24 * 2**30

@@ -198,7 +198,7 @@ def test_home_machines_hold_what_is_published() -> None:
     assert plan.verdict.fits and not plan.question.reads_disk and plan.question.settings.packed_as == "mxfp4"
     assert plan.tokens_per_s >= 2200
     experts = 128 * 3 * 2880 * 2880
-    visit_s = plan.question.analytic.costs.layers[1].visit_s
+    visit_s = plan.question.costs.layers[1].visit_s
     assert visit_s == pytest.approx(experts * (4.25 / 8 + 2) / plan.question.gpus[0].memory_bytes_per_s, rel=0.01)
     sizes = {name: find_config(name).architecture().stored_as for name in ("Qwen/Qwen3-30B-A3B", PUBLISHED_IN_FP8)}
     assert sizes == {"Qwen/Qwen3-30B-A3B": None, PUBLISHED_IN_FP8: "fp8_blocks"}

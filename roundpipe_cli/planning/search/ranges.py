@@ -11,6 +11,7 @@ backward stages at the last layer; the first backward stage holds the head and i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.schedule.actions import stage_times
@@ -18,22 +19,12 @@ from roundpipe_cli.schedule.actions import stage_times
 
 def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
     """Layer ranges of stages of these sizes, in execution order, from layer 0 up."""
-    ranges = []
-    first = 0
-    for size in sizes:
-        ranges.append((first, first + size - 1))
-        first += size
-    return tuple(ranges)
+    return tuple((stop - size, stop - 1) for size, stop in zip(sizes, accumulate(sizes), strict=True))
 
 
 def backward_ranges(sizes: Sequence[int], num_layers: int) -> tuple[StageRange, ...]:
     """Layer ranges of stages of these sizes, in execution order, from the last layer down."""
-    ranges = []
-    stop = num_layers
-    for size in sizes:
-        ranges.append((stop - size, stop - 1))
-        stop -= size
-    return tuple(ranges)
+    return tuple((num_layers - 1 - last, num_layers - 1 - first) for first, last in forward_ranges(sizes))
 
 
 def even_sizes(total: int, parts: int, *, larger_first: bool) -> tuple[int, ...]:

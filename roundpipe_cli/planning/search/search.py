@@ -271,8 +271,6 @@ def lower_bounds(scorer: BatchScorer, works: Works, chain: RoundChain) -> Array:
     return numpy.maximum(single, (busy + fill + drain) / workers)
 
 
-# The search for the fastest partition: even cuts for every number of stages, then single moves from the best ones.
-#
 # The work of a search is counted, not timed, so that the same costs always give the same plan.
 
 SAME = 1e-9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 
@@ -122,16 +123,8 @@ def limits_for(
 
 def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> list[list[float]]:
     """`sums[first][stop]` over `layers[first:stop]`; 0 where the run is empty."""
-    count = len(layers)
-    rows = []
-    for first in range(count + 1):
-        row = [0.0] * (count + 1)
-        total = 0.0
-        for stop in range(first + 1, count + 1):
-            total += value(layers[stop - 1])
-            row[stop] = total
-        rows.append(row)
-    return rows
+    values = list(map(value, layers))
+    return [[0.0] * first + list(accumulate(values[first:], initial=0.0)) for first in range(len(values) + 1)]
 
 
 def _updated_s(costs: CostModel) -> list[list[float]]:
