@@ -190,7 +190,7 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
     layers = []
     for layer in costs.layers:
         again_s, share_s = layer.recomputed_s if layer.recompute else None, layer.visit_s / microbatches
-        passes_s = {"forward_s": layer.forward_s + share_s, "backward_s": layer.backward_s + share_s}
+        passes_s: dict[str, Any] = {"forward_s": layer.forward_s + share_s, "backward_s": layer.backward_s + share_s}
         layers.append(replace(layer, recompute_s=again_s, visit_s=0.0, **passes_s))
     return replace(costs, layers=tuple(layers))
 

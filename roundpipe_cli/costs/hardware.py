@@ -602,8 +602,8 @@ def rates_of(device: Device, dtype: DType, accumulate: Accumulate) -> Rates:
     """Rates of a device in this precision; a processor's are measured ones."""
     if (found := device.measured) is not None:
         narrow = found.narrow_products.get(dtype) if accumulate == "fp16" else None
-        exact = found.products[dtype]
-        curves = narrow or exact, exact, found.attention[dtype], found.memory["float32"]
+        wide = found.products[dtype]
+        curves = narrow or wide, wide, found.attention[dtype], found.memory["float32"]
         return Rates(*curves, has_tiles=not device.is_cpu, slowdown=found.slowdown)
     memory, exact = device.memory_bytes_per_s, device.fp32_accumulate_flops_per_s
     half = device.fp16_accumulate_flops_per_s
@@ -615,4 +615,4 @@ def rates_of(device: Device, dtype: DType, accumulate: Accumulate) -> Rates:
         if dtype == "float16" and accumulate == "fp16" and exact < half:
             products = PRODUCTS_SHARE * half
         attention = min(ATTENTION_SHARE * exact, FULL_RATE_ATTENTION_SHARE * half)
-    return Rates(*(((1.0, rate),) for rate in (products, grouped, attention, memory)))
+    return Rates(((1.0, products),), ((1.0, grouped),), ((1.0, attention),), ((1.0, memory),))
