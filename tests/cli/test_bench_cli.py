@@ -203,6 +203,11 @@ def test_it_ends_with_the_sentence_to_copy_and_the_remedy_of_plan(tmp_path: Path
     assert document["summary"] == f"{seconds[first]} is {second / first:.2f} times as fast as {seconds[second]}"
     assert invoke(path).stdout.splitlines()[-1] == f"{document['summary']} (simulated)."
     assert "times as fast" not in invoke(path, "--schedule", "gpipe").stdout
+    large = ["qwen3-8b", "--hardware", "2x3090", "method=full", "pipeline.keep_activations=12", "--json"]
+    done = CliRunner().invoke(APP, [*large, "--schedule", "looped_bfs", "--schedule", "roundpipe"])
+    document = json.loads(done.stdout)
+    assert min(document["results"], key=lambda row: row["step_s"])["schedule"] == "looped_bfs"
+    assert "note: looped_bfs does not fit" in done.stderr and not document["summary"]
     words = ["qwen3-8b", "--hardware", "2x4060,host_memory_gib=16", "--schedule", "roundpipe"]
     slow = CliRunner().invoke(APP, [*words, "--json"])
     (remedy, *_) = remedies(make_plan(load_recipe("qwen3-8b"), "2x4060,host_memory_gib=16"))

@@ -61,6 +61,17 @@ def write_rows(folder: Path, kind: str) -> str:
     return "rows.jsonl"
 
 
+def test_epochs_are_for_rows_that_are_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "model", num_hidden_layers=2)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(ROWS["chat"](n)) + "\n" for n in range(7400)))
+    monkeypatch.chdir(tmp_path)
+    _, told = said("init", "--model", "model", "--data", "rows.jsonl", "--hardware", "here", "-o", "mine.yaml")
+    recipe = load_recipe(tmp_path / "mine.yaml").recipe
+    updates = -(-7400 // recipe.rows_per_step)
+    assert f"num_train_epochs {recipe.num_train_epochs}: an epoch has {updates} updates" in " ".join(told.split())
+    assert recipe.packing is False and recipe.num_train_epochs == -(-60 // updates) > 1
+
+
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_what_init_writes_is_what_data_plan_and_finetune_take(
     kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

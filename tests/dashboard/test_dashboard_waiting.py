@@ -14,7 +14,7 @@ from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.views import figure_lines, screen, slices
 from roundpipe_cli.dashboard.waiting import CAUSES, REMEDIES, longest_waiting, waiting
-from roundpipe_cli.events import RunStarted, Span, StepFinished, StepTimeline
+from roundpipe_cli.events import RunStarted, RunStopped, Span, StepFinished, StepTimeline
 from roundpipe_cli.recipe.check import hints_of
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.timeline import makespan_s, utilization
@@ -209,6 +209,8 @@ def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pyt
     for _, event in events:
         printer(event)
     assert state.step is not None
+    for _ in range(2):
+        printer(RunStopped("stopped by SIGINT"))
     printer(replace(state.step, step=state.step.num_steps))  # the last step
     said = capsys.readouterr()
     text = said.out + said.err
@@ -222,4 +224,6 @@ def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pyt
     waited = longest_waiting(state)
     assert waited is not None and replace(waited, host_part_s=0.0).text() in said.err  # the row is not the timeline's
     assert all(cause in said.err for cause in waited.by_cause_s)
+    stopped_at = re.findall(rf"^ *step {state.step.step}: ", said.err, re.MULTILINE)
+    assert len(stopped_at) == 1, "a stopped run says the figures of its last step, once"
     assert said.out.count("step ") == 41 and "worker 0" not in said.out, "stdout has one line a step"

@@ -156,16 +156,17 @@ def test_before_its_updates_begin_it_is(finetune: Finetune) -> None:
 def test_a_restart_goes_on_without_the_lost_device(finetune: Finetune, tmp_path: Path) -> None:
     """A process that loses its device, a hanging one too, becomes another one, as often as it may, and every step has
     one row. What the next device loses where that one did is a bug; what was saved goes on to the same bits."""
-    words = ("finetune", "recipe.yaml", THREE, *CUT, "output_dir=lost", "on_device_loss=stop")
+    words = ("recipe.yaml", THREE, *CUT, "output_dir=lost", "on_device_loss=stop")
     last = "compute:raise=DeviceFault:step=2:nth=5"  # of two forward and three backward operations
     lost = {faults.ENVIRONMENT_VARIABLE: f"compute:hang:step=2:worker=2:nth=1,{last}"}
-    running = launch(tmp_path / "work", *words, "--restarts=2", environment=lost, before=see_hangs_soon)
+    command = ("finetune", "--restarts=2", "--", *words)  # behind the dashes no word is an option
+    running = launch(tmp_path / "work", *command, environment=lost, before=see_hangs_soon)
     running.wait_until(lambda: b"--restarts=1" in Path(f"/proc/{running.process.pid}/cmdline").read_bytes())
     done = running.finish().expect(1)
     assert "the run cannot go on: on_device_loss: stop" in done.err
     assert done.err.count("starting again on cpu, cpu; 1 more restart") == done.err.count("starting again") == 1
     assert "the same was lost on another device" in done.err
-    run(tmp_path / "work", *words, "--resume", environment={faults.ENVIRONMENT_VARIABLE: ""}).expect(0)
+    run(tmp_path / "work", "finetune", *words, "--resume", environment={faults.ENVIRONMENT_VARIABLE: ""}).expect(0)
     assert bits("lost") == bits_of_whole(finetune)
 
 

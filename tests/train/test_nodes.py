@@ -20,6 +20,7 @@ import torch
 
 from roundpipe_cli.costs import machine as machines
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.train.nodes import group
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
@@ -470,6 +471,15 @@ def test_a_name_that_only_this_machine_reaches_is_no_address_to_listen_at(monkey
         with nodes._listen_at(host, free_port()) as listener:
             assert listener.getsockname()[0] == expected
     assert len(said) == 2 and all("trusted network only" in text for text in said)
+
+
+def test_two_machines_of_one_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in places(0, 3, free_port()).items():
+        monkeypatch.setenv(name, value)
+    Nodes(0, 3)._connect()
+    Nodes(1, 3)._connect()
+    with pytest.raises(RefusedError, match="say that they are the same machine"):
+        Nodes(1, 3)._connect()
 
 
 # --- what must agree ------------------------------------------------------------------------------------------------

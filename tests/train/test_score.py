@@ -271,8 +271,9 @@ def test_rows_are_read_as_the_recipe_says_for_their_place(trained: Path) -> None
         done = run(trained, "score", "recipe.yaml", name, f"datasets={entries}", "--to", "qa", "--json").expect(0)
         losses.add(json.loads(done.out)["loss"])
     assert len(losses) == 1
-    done = run(trained, "score", "recipe.yaml", "held.jsonl", "datasets.0.split=train[:3]", "--json", "--to", "three")
-    assert json.loads(done.expect(0).out)["rows"] == 3
+    words = ("datasets.0.split=train[:3]", "method=full", "--json", "--to", "three")
+    done = run(trained, "score", "recipe.yaml", "held.jsonl", *words).expect(0)
+    assert json.loads(done.out)["rows"] == 3 and "lora: not used, since method is full" in done.err
     words = ["score", "recipe.yaml", "pairs.jsonl", "objective=dpo"]
     assert "columns: {completion: chosen}" in run(trained, *words).expect(2).err
     columns = "datasets.0.columns={prompt: part_a, completion: chosen}"
