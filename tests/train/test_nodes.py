@@ -473,6 +473,15 @@ def test_a_name_that_only_this_machine_reaches_is_no_address_to_listen_at(monkey
     assert len(said) == 2 and all("trusted network only" in text for text in said)
 
 
+def test_the_end_of_a_wait_says_who_waited_and_how_to_go_on() -> None:
+    nodes = Nodes(1, 3)
+    ways = {" again, with --resume if there is a checkpoint": None, " again with --resume": True, " them again": False}
+    for hint, there in ways.items():
+        nodes.may_resume = None if there is None else partial(bool, there)
+        (problem,) = nodes._why("to begin", "gone").problems
+        assert problem.where == "machine 2 of 3" and problem.hint is not None and problem.hint.endswith(hint)
+
+
 def test_two_machines_of_one_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in places(0, 3, free_port()).items():
         monkeypatch.setenv(name, value)
