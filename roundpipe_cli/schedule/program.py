@@ -174,23 +174,6 @@ def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0, after_upd
     return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness, lowering.host_folded)
 
 
-class _Load(NamedTuple):
-    payload: str
-    num_bytes: int
-    boundary: int = -1
-    visit: int = -1
-
-
-class _Reader(NamedTuple):
-    """A compute operation that reads a boundary tensor."""
-
-    op: Op
-    consumer: Op
-    """The operation that ends the use of the tensor's buffer."""
-    position: int
-    """In the worker's row."""
-
-
 class _Lowering:
     def __init__(self, schedule: Schedule, costs: CostModel, staleness: int, after_update: bool) -> None:
         self.schedule, self.layers, self.staleness = schedule, costs.layers, staleness
@@ -232,13 +215,14 @@ class _Lowering:
         self.host_folded: frozenset[StageRange] = frozenset()
         self.updates_cost = costs.has_updates
 
-    def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], *, deps: list[int]) -> int:
+    def _transfer(
+        self, op: Op, lane: str, payload: str, at: int, *, num_bytes: int, priority: tuple[int, int], deps: list[int]
+    ) -> int:
+        """Add a transfer for `op`; `at`: the boundary of a boundary tensor, the visit of weights and gradient sums."""
         op_id, kind = len(self.ops), Kind.UPLOAD if lane == UP else Kind.DOWNLOAD
-        microbatch = op.microbatch if load.boundary >= 0 else -1
+        visit, boundary, microbatch = (-1, at, op.microbatch) if payload in (ACTIVATION, GRADIENT) else (at, -1, -1)
         place = op.worker, op.stage, microbatch, op.step
-        self.ops.append(
-            Op(op_id, kind, lane, *place, load.payload, load.num_bytes, load.visit, priority, deps, [], load.boundary)
-        )
+        self.ops.append(Op(op_id, kind, lane, *place, payload, num_bytes, visit, priority, deps, [], boundary))
         return op_id
 
     def _on_host(self, step: int, layer: int, deps: list[int], num_bytes: int = 0) -> int:
@@ -303,21 +287,20 @@ class _Lowering:
         for position, op_id in enumerate(row):
             op = self.ops[op_id]
             if op.kind is FORWARD:
-                self._input(_Reader(op, op, position), self.schedule.forward_stages[op.stage][0], inputs)
+                self._input(op, self.schedule.forward_stages[op.stage][0], inputs)
                 downloads = [self._boundary_download(boundary, op.microbatch) for boundary in self.outputs[op.stage]]
                 self._stage_output(op, downloads, outputs)
                 continue
             fused = self.schedule.fused_head
             if op.kind is RECOMPUTE or (fused and op.stage == 0):
-                consumer = op if op.kind is BACKWARD else self.ops[row[position + 1]]
-                self._input(_Reader(op, consumer, position), self.schedule.backward_stages[op.stage][0], inputs)
+                self._input(op, self.schedule.backward_stages[op.stage][0], inputs)
             if (op.kind is BACKWARD) == fused:
-                consumer = op if fused else self.ops[row[position + 1]]
-                self._gradient_input(_Reader(op, consumer, position), gradients)
+                self._gradient_input(op, gradients)
             if op.kind is BACKWARD:
                 if row[position - 1] == op_id - 1 and self.ops[op_id - 1].kind is RECOMPUTE:
                     op.deps.append(op_id - 1)
-                self._gradient_output(op, outputs)
+                if self._gradient_bytes(op.stage) and op.stage + 1 < len(self.schedule.backward_stages):
+                    self._stage_output(op, [self._gradient_download(op.stage, op.microbatch)], outputs)
 
     def _boundary_download(self, boundary: int, microbatch: int) -> int:
         """The download of a boundary tensor by the forward stage that makes it; made when first asked for."""
@@ -327,16 +310,15 @@ class _Lowering:
         producer = self.forward_ops[self.producer_stage[boundary]][microbatch]
         op = self.ops[producer]
         last = self.schedule.forward_stages[op.stage][1]
-        priority = (URGENT if boundary == last + 1 else SAVED, producer)
-        load = _Load(ACTIVATION, self.hidden_bytes[boundary], boundary)
-        self.boundary_ops[key] = self._transfer(DOWN, op, load, priority, deps=[producer])
+        priority, num_bytes = (URGENT if boundary == last + 1 else SAVED, producer), self.hidden_bytes[boundary]
+        what = op, DOWN, ACTIVATION, boundary
+        self.boundary_ops[key] = self._transfer(*what, num_bytes=num_bytes, priority=priority, deps=[producer])
         return self.boundary_ops[key]
 
-    def _input(self, reader: _Reader, boundary: int, staged: list[int]) -> None:
-        op = reader.op
+    def _input(self, op: Op, boundary: int, staged: list[int]) -> None:
         if self._bytes_at(boundary):
             deps = [] if boundary == 0 else [self._boundary_download(boundary, op.microbatch)]
-            op.deps.append(self._upload(reader, _Load(ACTIVATION, self._bytes_at(boundary), boundary), deps, staged))
+            op.deps.append(self._upload(op, ACTIVATION, boundary, staged, deps=deps))
         elif op.kind is FORWARD:
             if op.stage:
                 op.deps.append(self.forward_ops[op.stage - 1][op.microbatch])
@@ -345,24 +327,24 @@ class _Lowering:
         elif not self.schedule.fused_head:
             op.deps.append(self.forward_ops[len(self.forward_ops) - 1 - op.stage][op.microbatch])
 
-    def _gradient_input(self, reader: _Reader, staged: list[int]) -> None:
-        op = reader.op
+    def _gradient_input(self, op: Op, staged: list[int]) -> None:
         if op.stage == 0:
             return
         if self._gradient_bytes(op.stage - 1):
             deps = [self._gradient_download(op.stage - 1, op.microbatch)]
             boundary = self.schedule.backward_stages[op.stage - 1][0]
-            needed = self._upload(reader, _Load(GRADIENT, self._bytes_at(boundary), boundary), deps, staged)
+            needed = self._upload(op, GRADIENT, boundary, staged, deps=deps)
         else:
             needed = self.backward_ops[op.stage - 1][op.microbatch]
         (op.late_deps if self.schedule.fused_head else op.deps).append(needed)
 
-    def _upload(self, reader: _Reader, load: _Load, deps: list[int], staged: list[int]) -> int:
-        """The upload of a boundary tensor, behind the use of the buffer that it takes."""
+    def _upload(self, op: Op, payload: str, boundary: int, staged: list[int], *, deps: list[int]) -> int:
+        """The upload of a boundary tensor that `op` reads, behind the use of the buffer that it takes."""
         if len(staged) >= NUM_STAGING:
             deps.append(staged[-NUM_STAGING])
-        staged.append(reader.consumer.id)
-        return self._transfer(UP, reader.op, load, (URGENT, reader.position), deps=deps)
+        staged.append(op.id + (op.kind is RECOMPUTE))  # the backward behind it ends the use
+        num_bytes = self._bytes_at(boundary)
+        return self._transfer(op, UP, payload, boundary, num_bytes=num_bytes, priority=(URGENT, op.id), deps=deps)
 
     def _moves(self, boundary: int) -> bool:
         return boundary < len(self.layers) and self.hidden_bytes[boundary] > 0
@@ -380,13 +362,9 @@ class _Lowering:
         key = (stage, microbatch)
         if key not in self.gradient_ops:
             op = self.ops[self.backward_ops[stage][microbatch]]
-            load = _Load(GRADIENT, self._gradient_bytes(stage), self.schedule.backward_stages[stage][0])
-            self.gradient_ops[key] = self._transfer(DOWN, op, load, (URGENT, op.id), deps=[op.id])
+            what, num_bytes = (op, DOWN, GRADIENT, self.schedule.backward_stages[stage][0]), self._gradient_bytes(stage)
+            self.gradient_ops[key] = self._transfer(*what, num_bytes=num_bytes, priority=(URGENT, op.id), deps=[op.id])
         return self.gradient_ops[key]
-
-    def _gradient_output(self, op: Op, outputs: list[list[int]]) -> None:
-        if self._gradient_bytes(op.stage) and op.stage + 1 < len(self.schedule.backward_stages):
-            self._stage_output(op, [self._gradient_download(op.stage, op.microbatch)], outputs)
 
     @staticmethod
     def _stage_output(op: Op, downloads: list[int], outputs: list[list[int]]) -> None:
@@ -408,8 +386,8 @@ class _Lowering:
                 leaves = visit.layers in self.host_folded
                 size = sum(map(self._leaving, layers)) if leaves else num_bytes
                 for op in map(self.ops.__getitem__, backwards if leaves else backwards[-1:]):
-                    load = _Load(WEIGHT_GRADIENT, size, visit=index)
-                    download = self._transfer(DOWN, op, load, (LAST, op.id), deps=[op.id])
+                    what, priority = (op, DOWN, WEIGHT_GRADIENT, index), (LAST, op.id)
+                    download = self._transfer(*what, num_bytes=size, priority=priority, deps=[op.id])
                     if len(visit.downloads) >= NUM_STAGING:  # gradients that wait for the lane take device memory
                         self.ops[op.id].deps.append(visit.downloads[-NUM_STAGING])
                     visit.downloads.append(download)
@@ -460,8 +438,8 @@ class _Lowering:
         first_op = self.ops[visit.ops[0]]
         slot_deps = [] if previous is None else [previous.ops[-1], *previous.downloads]
         if num_bytes:
-            load = _Load(WEIGHTS, num_bytes, visit=visit_id)
-            visit.upload = self._transfer(UP, first_op, load, (NEXT, visit_id), deps=deps + slot_deps)
+            what = first_op, UP, WEIGHTS, visit_id
+            visit.upload = self._transfer(*what, num_bytes=num_bytes, priority=(NEXT, visit_id), deps=deps + slot_deps)
             first_op.deps.append(visit.upload)
         else:
             first_op.deps.extend(deps)
@@ -469,8 +447,9 @@ class _Lowering:
         if before is not None:  # separately, because a visit may begin with forwards, which must not wait for this
             backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is BACKWARD)
             num_bytes = sum(layer.grad_bytes for layer in self.layers[first : last + 1])
-            load = _Load(WEIGHT_GRADIENT, num_bytes, visit=visit_id)
-            backward.deps.append(self._transfer(UP, backward, load, (NEXT, visit_id), deps=[*slot_deps, before]))
+            what, priority = (backward, UP, WEIGHT_GRADIENT, visit_id), (NEXT, visit_id)
+            deps = [*slot_deps, before]
+            backward.deps.append(self._transfer(*what, num_bytes=num_bytes, priority=priority, deps=deps))
 
     def _version_deps(self, step: int, layers: Iterable[int]) -> list[int]:
         """The updates that a step's reader of these layers must see, or the gate where they have none."""
