@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from roundpipe_cli.dashboard.state import SIMULATED, DashboardState
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, RunStarted, Span, StepFinished, StepTimeline, WorkSeen
-from roundpipe_cli.schedule.pictures import BOTH, interval_of, span_of, svg_picture
-from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Timeline, bubble_ratio, makespan_s, utilization
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.pictures import BOTH, span_of, svg_picture
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Interval, Timeline, bubble_ratio, makespan_s, utilization
 from roundpipe_cli.units import format_loss, format_seconds
 
 # One picture of a run to share: model, machine, busy share, and the work of each worker in one step.
@@ -50,12 +51,13 @@ def shared_picture(state: DashboardState, *, where: str) -> str:
 
 def timeline_of(step: StepTimeline, num_workers: int) -> Timeline:
     """The events of a step as a timeline, from which every figure has its one definition."""
-    found = (interval_of(span) for span in step.spans if -1 <= span.worker < num_workers)
-    return Timeline(
-        num_workers,
-        tuple(item for item in found if item is not None),
-        fused_head=any(span.kind == BOTH for span in step.spans),
+    kinds = {**{kind.value: kind for kind in Kind}, BOTH: Kind.BACKWARD}
+    intervals = tuple(
+        Interval(one.worker, one.lane, kinds[one.kind], one.stage, one.microbatch, one.start_s, one.end_s)
+        for one in step.spans
+        if one.kind in kinds and -1 <= one.worker < num_workers
     )
+    return Timeline(num_workers, intervals, fused_head=any(span.kind == BOTH for span in step.spans))
 
 
 SAME_SHARE = 1 / 1000

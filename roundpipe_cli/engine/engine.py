@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -278,13 +279,11 @@ class Engine:
         *,
         num_units: float,
         gradients: GradientOptions,
-        scoring: bool = False,
-        adapters: bool = True,
-        top_k: int = 0,
+        **ways: Any,
     ) -> StepContext:
-        """The context of a pass over these microbatches; one that scores makes no gradients."""
+        """The context of a pass over these microbatches; `ways`: its last fields; to score makes no gradients."""
         progress, options, folds = Progress(), self._options, dict[int, GradientFold]()
-        for layer in () if scoring else self.store.trained:
+        for layer in () if ways.get("scoring") else self.store.trained:
             flat = self.store.gradients[layer]
             flat = torch.empty_like(flat) if layer in gradients.kept else flat
             folds[layer] = GradientFold(layer, self.store.layouts[layer], flat, len(states), progress=progress)
@@ -306,9 +305,7 @@ class Engine:
             progress=progress,
             boundaries=BoundaryStore(progress),
             gradients=StepGradients(folds, self._trained.late, gradients),
-            scoring=scoring,
-            adapters=adapters,
-            top_k=top_k,
+            **ways,
         )
 
     def score(
@@ -337,17 +334,8 @@ class Engine:
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
         states = microbatch_states(microbatches, schedule.sequence_chunks)
-        context = self._context(
-            states,
-            schedule,
-            step,
-            version,
-            num_units=1,
-            gradients=GradientOptions(),
-            scoring=True,
-            adapters=adapters,
-            top_k=top_k,
-        )
+        ways = {"scoring": True, "adapters": adapters, "top_k": top_k}
+        context = self._context(states, schedule, step, version, num_units=1, gradients=GradientOptions(), **ways)
         self._compute(context)
         scores = [state.scores for state in context.microbatches]
         return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]

@@ -197,16 +197,6 @@ class LayerGraph:
     """For a chunk: its own keys and values, with their graph."""
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A gradient of the first block's input on its way to the host."""
-
-    microbatch: int
-    prologue: Prologue
-    gradient: torch.Tensor
-    event: DeviceEvent
-
-
 class LayerRunner:
     """Computes layers on one worker's module objects."""
 
@@ -230,7 +220,8 @@ class LayerRunner:
         self._recurrent = recurrent_blocks(model.blocks, first=1)
         self._sequences: dict[tuple[bool, int, int], BlockSequence] = {}
         """(whether it goes forward, layer, first microbatch) -> keys and values of an unfinished sequence."""
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[DeviceEvent, int, Prologue, torch.Tensor]] = deque()
+        """Gradients of the first block's input on their way to the host: (when there, microbatch, prologue, it)."""
         self.layer = 0
         """The current layer, for error messages."""
 
@@ -269,15 +260,14 @@ class LayerRunner:
         self.layer = 0
         if state.prologue is not None and state.prologue.leaves and gradient is not None:
             host, event = self.backend.send(gradient)
-            self._sent.append(_Sent(state.index, state.prologue, host, event))
+            self._sent.append((event, state.index, state.prologue, host))
             state.prologue = replace(state.prologue, hidden=state.prologue.hidden.detach())
         self.finish_arrived(context)
 
     def finish_arrived(self, context: StepContext, *, all_have: bool = False) -> None:
         """Pass gradients that have arrived on to the embed layer's backward; `all_have`: the device is done."""
-        while self._sent and (all_have or self.backend.happens_in_s(self._sent[0].event) <= 0):
-            sent = self._sent.popleft()
-            context.gradients.begin_embed(sent.microbatch, sent.prologue, sent.gradient)
+        while self._sent and (all_have or self.backend.happens_in_s(self._sent[0][0]) <= 0):
+            context.gradients.begin_embed(*self._sent.popleft()[1:])
 
     # -- blocks --------------------------------------------------------------------------------------------------
 

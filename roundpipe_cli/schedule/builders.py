@@ -553,23 +553,12 @@ def check_chunks(
 def _check_cover(direction: str, ascending: Sequence[StageRange], end: int) -> None:
     """Layers 0 .. end - 1 exactly once; `ascending` in layer order, empty stages anywhere."""
     next_layer = 0
-    for first, last in ascending:
-        if last < first:
-            continue
+    for first, last in (*(stage for stage in ascending if stage[0] <= stage[1]), (end, None)):
+        where, found, expected = f" [{first}, {last}]", f"it starts with layer {first}", f"layer {next_layer}"
+        if last is None:
+            where, found, expected = "s", f"they end with layer {next_layer - 1}", f"layer {end - 1}"
+            expected += ", the rest belongs to the first backward stage" if direction == "forward" else ""
         if first != next_layer:
-            problem = "overlap" if first < next_layer else "leave a gap"
-            raise RefusedError(
-                f"{direction} stages {problem}",
-                where=f"{direction} stage [{first}, {last}]",
-                found=f"it starts with layer {first}",
-                expected=f"layer {next_layer}",
-            )
-        next_layer = last + 1
-    if next_layer != end:
-        raise RefusedError(
-            f"{direction} stages {'overlap' if next_layer > end else 'leave a gap'}",
-            where=f"{direction} stages",
-            found=f"they end with layer {next_layer - 1}",
-            expected=f"layer {end - 1}"
-            + (", the rest belongs to the first backward stage" if direction == "forward" else ""),
-        )
+            what = f"{direction} stages {'overlap' if first < next_layer else 'leave a gap'}"
+            raise RefusedError(what, where=f"{direction} stage{where}", found=found, expected=expected)
+        next_layer = first if last is None else last + 1

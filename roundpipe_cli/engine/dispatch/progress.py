@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-# State that all threads of a step share: a lock, an abort, and the time of the last progress.
-
 
 class AbortedError(Exception):
     """Another thread failed and its error will be shown: leave without a message."""
