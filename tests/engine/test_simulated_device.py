@@ -16,7 +16,7 @@ import torch
 
 from roundpipe_cli.costs.machine import HostMemory
 from roundpipe_cli.costs.memory import ALLOCATOR_VARIABLES, PINNED_RING_BYTES
-from roundpipe_cli.engine import gradients
+from roundpipe_cli.engine import gradients, link_speed
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.backends.cpu import CpuBackend
@@ -285,6 +285,14 @@ def test_a_processor_that_is_slow_in_16_bit_answers_in_float32(
     moved = generate.move_to_gpu(model, pytest.fail)
     assert {parameter.dtype for parameter in moved.parameters()} == {getattr(torch, dtype)}
     assert f"on the processor in {dtype}: " in generate.describe_answer(moved, make_tokenizer(), 0.0)
+
+
+def test_the_speed_of_a_link_is_that_of_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four copies up, four down, then four of half the bytes each way at once."""
+    seconds = iter((2.0, 4.0, 1.0))
+    monkeypatch.setattr(link_speed, "_timed", lambda *_: next(seconds))
+    (found,) = link_speed.measure_links([CpuBackend(1, copy=True)], 1000)
+    assert found == link_speed.LinkSpeed(2000.0, 1000.0, 2000.0)
 
 
 def test_time_in_which_the_host_was_late_is_counted_apart() -> None:

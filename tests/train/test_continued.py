@@ -41,7 +41,12 @@ CASES: dict[str, tuple[list[str], int, float, str]] = {
     "same rows": (["micro_batch_size=1", "gradient_accumulation_steps=4"], 9, 3, ""),
     "tokens": (["micro_batch_tokens=512"], 9, 3, ""),
     "packed": (["packing=true"], 9, 3, "rows are packed now"),
-    "more epochs": (["num_train_epochs=4", "gradient_accumulation_steps=4"], 9, 4, "to the end of epoch 4 make 9"),
+    "more epochs": (
+        ["num_train_epochs=4", "gradient_accumulation_steps=4"],
+        9,
+        4,
+        "5 more steps to the end of epoch 4 make 9",
+    ),
     "more rows": ([], 13, 3, "the rows are others"),
     "max_steps": (
         ["max_steps=9", "gradient_accumulation_steps=4"],

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.files import append_line
+from roundpipe_cli.files import append_line, sync
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data
+from roundpipe_cli.train.checkpoint import rewind as rewinding
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.output_dir import RunState, list_best, list_checkpoints, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
@@ -110,6 +111,18 @@ def test_a_kill_at_every_call_leaves_no_gap(tmp_path: Path, template: Path, case
             assert kept == {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "report.json"}
             assert not {path.name for path in folder.iterdir()} & kept
     assert nth > {"named": 12, "continued": 6}[case]
+
+
+def test_a_result_is_moved_only_where_steps_are_left_and_is_on_the_disk_then(
+    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, synced = Path(shutil.copytree(template, tmp_path / "out")), list[str]()
+    monkeypatch.setattr(rewinding, "sync", lambda path: synced.append(path.name) or sync(path))
+    rewind(folder, 12, num_steps=12, say=lambda text: None)
+    assert (folder / "report.json").is_file() and not list(folder.glob("result-*")) and not synced
+    rewind(folder, 12, num_steps=20, say=lambda text: None)
+    assert (folder / "result-00000012" / "report.json").is_file()
+    assert synced == ["result-00000012", "out"], "the files in their folder before their names in the other are gone"
 
 
 def test_what_is_set_aside_is_said_and_goes_when_it_is_caught_up_with(tmp_path: Path) -> None:
