@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from roundpipe_cli.costs import machine
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.dashboard.html import report_page
 from roundpipe_cli.dashboard.state import fold_all
 from roundpipe_cli.dashboard.waiting import longest_waiting
@@ -19,8 +21,9 @@ from roundpipe_cli.engine.link_speed import LinkSpeed
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import EvaluationFinished, Event, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.model.stored import packed_weights
+from roundpipe_cli.planning import adaptive
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train import build
+from roundpipe_cli.train import bench_run, build
 from roundpipe_cli.train.bench_run import compare_for_real
 from roundpipe_cli.train.monitor.telemetry import Arithmetic
 from roundpipe_cli.train.prepare import devices
@@ -207,9 +210,16 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
     assert losses(short) == losses(once) == losses(on_cpu) and len(losses(short)) == 2
 
 
-def test_bench_compares_schedules(folder: Path) -> None:
-    """The same step by two schedules on both cards, with measured costs and the weights that a run would keep on them;
-    the losses are compared there."""
+def test_bench_compares_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step by two schedules on both cards, with the weights that a run would keep on them; the losses are
+    compared there. Which weights those are follows from times: a busy machine measured others."""
+
+    def in_even_times(rough: CostModel, steps: Sequence[StepTimeline]) -> CostModel:
+        found = adaptive.measured_costs(rough, steps)
+        layers = tuple(replace(layer, forward_s=1e-3, backward_s=2e-3) for layer in found.layers)
+        return replace(found, layers=layers, worker_speed=None)
+
+    monkeypatch.setattr(bench_run, "measured_costs", in_even_times)
     said: list[str] = []
     loaded = load_recipe("recipe.yaml", (ON_CARDS,))
     with simulated():
