@@ -368,6 +368,12 @@ strict = True
 follow_imports = silent
 [mypy-numpy.*,transformers.*,rich.*,typer.*,click.*,yaml.*,huggingface_hub.*,omegaconf.*,triton.*,peft.*,datasets.*]
 follow_imports = skip
+[mypy-roundpipe_cli.model.head]
+follow_imports = silent
+[mypy-roundpipe_cli.costs.*,roundpipe_cli.data.*,roundpipe_cli.engine.*,roundpipe_cli.kernels.*,roundpipe_cli.model.*]
+follow_imports = skip
+[mypy-roundpipe_cli.dashboard.*,roundpipe_cli.planning.*,roundpipe_cli.schedule.*,roundpipe_cli.train.*]
+follow_imports = skip
 """
 TORCH = (
     "from typing import Any\ndef __getattr__(name: str) -> Any: ...\nclass Tensor:\n    def sum(self) -> Tensor: ...\n"
