@@ -229,6 +229,11 @@ def reaches(hardware: str) -> tuple[Any, ...]:
     return tuple(reach_of(parse_hardware(hardware)))
 
 
+def one_model_each(hardware: str) -> list[Any]:
+    """`reaches` with the last model of each method: planning a recipe takes seconds."""
+    return [replace(reach, models=reach.models[-1:]) for reach in reaches(hardware)]
+
+
 @pytest.mark.parametrize(
     ("hardware", "method", "largest", "limit"),
     [
@@ -251,7 +256,7 @@ def test_the_largest_models_of_a_machine(hardware: str, method: str, largest: st
 def test_doctor_says_what_init_and_plan_say(hardware: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Story: an upper bound of one row a microbatch was below the speed of the recipe that `init` wrote."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
-    largest = [replace(reach, models=reach.models[:1]) for reach in reaches(hardware)]
+    largest = one_model_each(hardware)
     monkeypatch.setattr(checks, "reach_of", lambda _: largest)
     lora, full = checks.largest_models(parse_hardware(hardware))
     assert lora.state == full.state == "good"
@@ -274,7 +279,7 @@ def test_the_upper_bound_of_a_speed_is_one() -> None:
 def test_what_can_be_trained_is_said_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts that need no torch came after it, seconds later."""
     monkeypatch.setattr(checks, "_torch", Mock(side_effect=InterruptedError))
-    monkeypatch.setattr(checks, "reach_of", lambda _: reaches("1x4060,host_memory_gib=16"))
+    monkeypatch.setattr(checks, "reach_of", lambda _: one_model_each("1x4060,host_memory_gib=16"))
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
     early = []
     with pytest.raises(InterruptedError):

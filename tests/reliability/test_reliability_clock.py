@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.e2e import (
     run,
 )
 
-HOUR_S = 3600.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 WATCHDOG_S = 3.0  # the proof at the start may take longer on a busy machine: the reference run makes it
 
 
@@ -79,13 +80,21 @@ def run_until_killed(work: Path, shift: str, fault: str, *words: str) -> None:
 def test_days_between_the_runs(tmp_path: Path, model: Path, reference: Path) -> None:
     """Begun tomorrow, killed after an update and before its save, resumed yesterday, killed again, ended today."""
     work = workspace(tmp_path, model)
-    run_until_killed(work, "+1d", "optimizer:kill:step=3")
+    fault = {"ROUNDPIPE_FAULT": "optimizer:kill:step=3"}
+    begun = launch(work, "finetune", "recipe.yaml", environment=fault, before=partial(clock_off_by, DAY_S)).finish()
+    assert begun.code == -signal.SIGKILL
     assert [path.name for path in (work / "out").glob("step-*")] == ["step-00000002"]
     run_until_killed(work, "-1d", "ckpt_writer:kill:step=6", "--resume")
     assert (work / "out" / "step-00000004").exists()
     done = finetune(work, "--resume").expect(0)
     assert_same(work / "out", reference)
     assert_sane_times(work, done.out + done.err)
+
+
+def clock_off_by(seconds: float) -> None:
+    """From now on `time.time` is off; `run_until_killed` moves the clocks of all libraries."""
+    real = time.time
+    time.time = lambda: real() + seconds
 
 
 def jumping_clock() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 
+from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from tests.support.tiny import logits_of
+
+import_bitsandbytes()  # or PEFT does, with a compiler, which takes a second
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -282,6 +284,19 @@ def step_of_any_workers(rig: Rig, microbatches: Sequence[Microbatch], **options:
     one, two = results
     assert (one.loss, one.gradient_norm) == (two.loss, two.gradient_norm), "the bits depend on the number of workers"
     return two
+
+
+def check_step(rig: Rig, expected: float, step: Callable[..., tuple[str, list[torch.Tensor]]]) -> None:
+    """`step`, by some number of workers, has this loss and the gradients that `rig.plain` has; others have its bits."""
+    loss, gradients = step()
+    assert float.fromhex(loss) == pytest.approx(expected, rel=1e-6)
+    plain = {name: p.grad for name, p in rig.plain.named_parameters() if p.requires_grad}
+    assert plain
+    apart = [float((rig.store.gradient(name) - gradient).norm()) for name, gradient in plain.items()]
+    assert math.hypot(*apart) <= 1e-5 * math.hypot(*(float(gradient.norm()) for gradient in plain.values()))
+    for num_workers, copies in ((1, False), (3, True)):
+        again, same = step(num_workers, copy=copies)
+        assert again == loss and all(torch.equal(*pair) for pair in zip(same, gradients, strict=True))
 
 
 def write_new_weights(rig: Rig) -> None:

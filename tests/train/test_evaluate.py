@@ -288,6 +288,8 @@ def test_patience_counts_evaluations_since_the_best(
     report = json.loads((whole.output_dir / "report.json").read_text())
     assert report["evaluation"]["stopped_early"] == (num_steps < 6 or losses[-2:] == [1, 1])
     assert report["evaluation"]["best_step"] == best[-1] and report["evaluation"]["result_is_best"]
+    if num_steps == 6 and len(best) == 6:
+        return  # nothing is counted that a checkpoint could lose
     checkpoint = load_newest(whole.output_dir, whole.output_dir / "step-00000002")
     again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint)
     assert evaluated(monkeypatch, again, losses) == want

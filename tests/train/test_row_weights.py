@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.data.test_data_columns import CHAT, SHAREGPT, USER, YO
 from tests.data.test_data_dataset import byte_tokenizer, write_rows
 from tests.support.e2e import STAGES, finetune, make_workspace, numbers
-from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+from tests.support.tiny import Rig, check_step, make_rig, random_microbatches, schedule_for
 
 SIZES = [(4, 11), (1, 9), (2, 8)]
 
@@ -59,15 +60,7 @@ def test_loss_and_gradients_are_those_of_full_logits(method: str, options: dict[
     rig = make_rig("llama", method)
     microbatches = weighed()
     expected = plain_loss(rig, microbatches, options.get("label_smoothing", 0.0))
-    loss, gradients = step(rig, microbatches, **options)
-    assert float.fromhex(loss) == pytest.approx(expected, rel=1e-6)
-    plain = {name: p.grad for name, p in rig.plain.named_parameters() if p.requires_grad}
-    assert plain
-    apart = [float((rig.store.gradient(name) - gradient).norm()) for name, gradient in plain.items()]
-    assert math.hypot(*apart) <= 1e-5 * math.hypot(*(float(gradient.norm()) for gradient in plain.values()))
-    for num_workers, copy in ((1, False), (3, True)):
-        again, same = step(rig, microbatches, num_workers, copy=copy, **options)
-        assert again == loss and all(torch.equal(*pair) for pair in zip(same, gradients, strict=True))
+    check_step(rig, expected, partial(step, rig, microbatches, **options))
 
 
 def step(

@@ -53,7 +53,8 @@ def test_a_module_that_is_trained_whole_is_merged_and_continued(
     assert torch.allclose(by_peft(load_whole(work / "model"), work / "out2"), expected, atol=1e-6)
     run(work, "export", "out/step-2", "--to", "exported").expect(0)
     assert torch.equal(by_peft(load_whole(work / "model"), work / "exported"), expected)
-    run(work, "generate", "out", "hello", "--max-new-tokens", "2").expect(0)
+    if case in ("inside a saved one", "experts with a buffer"):
+        run(work, "generate", "out", "hello", "--max-new-tokens", "2").expect(0)
     if model_type == "glm4_moe":
         assert load_file(work / "out" / "adapter_model.safetensors")[f"base_model.model.{BIAS}"].abs().sum() > 0.1
 
