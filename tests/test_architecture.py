@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"recipe", "costs", "schedule", "model.files"},
     "kernels": set(),
     "model": {"kernels", "hub", "costs"},
-    "data": {"hub"},
+    "data": {"hub", "recipe"},
     "engine": {"costs", "schedule", "kernels", "model"},
     "dashboard": {"costs", "schedule"},
     "train": TRAIN,

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import CALL_FORM_NOTES, CALL_FORMS, Conversation, Message, in_form, texts_in
 from roundpipe_cli.data.rows import BadRowError, printable
-from roundpipe_cli.data.settings import TrainRules
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.spans import TokenSpan, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
 from roundpipe_cli.data.turns import TurnEnds, WrittenTurns, leaves_out, thought_patterns
@@ -103,7 +103,7 @@ class ChatTemplate:
     def render_trained(
         self,
         conversation: Conversation,
-        rules: TrainRules | None = TrainRules(),  # noqa: B008 - it is frozen
+        rules: DatasetSpec | None = DatasetSpec(""),  # noqa: B008 - it is frozen
     ) -> Rendered:
         """The text of a conversation and the spans of the turns that `rules` train; None: all of the text is trained.
 

@@ -56,7 +56,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "content": source.content,
         "name": source.name,
         "slice": [source.cut.start, source.cut.stop],
-        "spec": {name: value for name, value in asdict(source.spec).items() if name not in ("path", "split")},
+        "spec": {name: value for name, value in asdict(source.spec).items() if name not in ("path", "split", "weight")},
         "tokenizer": tokenizer_digest,
         "templates": templates,
         "max_seq_length": settings.max_seq_length,

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.data.rows import (
@@ -25,7 +25,6 @@ from roundpipe_cli.data.rows import (
     shown,
     unfit,
 )
-from roundpipe_cli.data.settings import AlpacaJoin
 
 # Tools that an assistant may call, and its calls, as OpenAI, TRL and LLaMA-Factory write them.
 
@@ -310,7 +309,7 @@ def exchange(user: str, plain_prompt: str, completion: str) -> Conversation:
     return Conversation(messages, plain_prompt=plain_prompt)
 
 
-def alpaca_prompt(instruction: str, context: str, join: AlpacaJoin) -> tuple[str, str]:
+def alpaca_prompt(instruction: str, context: str, join: Literal["blank_line", "newline"]) -> tuple[str, str]:
     """The user's turn, with the input (`context`, may be blank) behind the instruction and `join` between them, and the
     prompt as plain text."""
     if not context.strip():

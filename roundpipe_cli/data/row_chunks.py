@@ -19,7 +19,7 @@ from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content
 from roundpipe_cli.data.rows import BadRowError, RawRow, SourceReport, is_null_word
-from roundpipe_cli.data.settings import DataSettings, TrainRules
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.spans import BEGIN_OF_THOUGHT, TokenSpan, only_thought_end, without, without_thoughts
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
@@ -362,11 +362,11 @@ class RowEncoder:
             yield Encoded(row.input_ids[begin:end], weights), end - seen
 
     def _render(self, content: Content, row_format: RowFormat) -> Rendered:
-        train_all, rules = self._settings.train_on_inputs, row_format.spec.rules
+        train_all, rules = self._settings.train_on_inputs, row_format.spec
         if isinstance(content, str):
             return _bounded(Rendered(content, ((0, len(content)),), is_plain=True))
         template = self._tool_template if content.tools else self._template
-        plain = content.plain_prompt if self._template is None or not row_format.spec.as_chat else None
+        plain = content.plain_prompt if self._template is None or not rules.as_chat else None
         given = plain or (template and template.ends.prompt) or ""
         is_open = given.rstrip().endswith(BEGIN_OF_THOUGHT)
         if rules.thoughts == "drop":
@@ -402,7 +402,7 @@ def _bounded(rendered: Rendered) -> Rendered:
     return rendered
 
 
-def _plain(prompt: str, completion: str, rules: TrainRules, *, train_all: bool, is_open: bool) -> Rendered:
+def _plain(prompt: str, completion: str, rules: DatasetSpec, *, train_all: bool, is_open: bool) -> Rendered:
     """A prompt, which may begin a thought, and its completion as they go to the tokenizer without a template."""
     text, border = prompt + completion, len(prompt)
     if "assistant" not in rules.roles_to_train and not train_all:

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from roundpipe_cli.choices import EXAMPLES, ExampleKind, ExampleName, RowRole, RowType
-
-AlpacaJoin = Literal["blank_line", "newline"]
-
-
-@dataclass(frozen=True)
-class TrainRules:
-    """Parts of a conversation that are trained; named like a dataset's keys in the recipe."""
-
-    roles_to_train: tuple[RowRole, ...] = ("assistant",)
-    turns_to_train: Literal["all", "last"] = "all"
-    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
-    thoughts: Literal["train", "mask", "drop"] = "train"
+from roundpipe_cli.choices import EXAMPLES, ExampleKind, ExampleName
+from roundpipe_cli.recipe.schema import DatasetConfig
 
 
 @dataclass(frozen=True)
-class DatasetSpec:
-    """One entry of the recipe's `datasets`."""
+class DatasetSpec(DatasetConfig):
+    """One entry of the recipe's `datasets`, with what its objective has a row hold."""
 
     path: str
-    """A file, a glob of files, a folder, or the id of a dataset on the hub."""
-    type: RowType | Literal["auto"] = "auto"
-    split: str = "train"
-    """Name of the split, with an optional slice: `train[:200]`, `train[10%:20%]`."""
-    name: str | None = None
-    """Configuration of a hub dataset, e.g. `main`."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Our field name to the file's column: `{"prompt": "question"}`."""
     example: ExampleName = "answer"
     """Content of a row."""
-    rules: TrainRules = TrainRules()
-    as_chat: bool = True
-    """Whether plain prompts and completions become turns where there is a chat template."""
-    alpaca_join: AlpacaJoin = "blank_line"
-    txt_rows: str = "paragraph"
-    """Rows of a .txt file: `paragraph`, `line`, `file`, or else the text between two rows."""
-    encoding: str = "utf-8"
-    """Encoding of a local text file without a mark that says it, by Python's name."""
 
     @property
     def rows(self) -> ExampleKind:
@@ -52,18 +25,12 @@ class DatasetSpec:
         return EXAMPLES[self.example]
 
 
-def spec_of(entry: Any, example: ExampleName) -> DatasetSpec:
-    """An entry of a recipe's `datasets` in this room's terms, and what its objective has a row hold."""
-
-    def named(kind: type[Any]) -> dict[str, Any]:
-        return {one.name: getattr(entry, one.name) for one in fields(kind) if hasattr(entry, one.name)}
-
-    columns = {str(key): value for key, value in entry.columns.items()}
-    rules = TrainRules(**named(TrainRules))
+def spec_of(entry: DatasetConfig, example: ExampleName) -> DatasetSpec:
+    """An entry of a recipe, and what its objective has a row hold."""
+    own: dict[str, Any] = {**vars(entry), "example": example}
     if EXAMPLES[example].figure == "label":  # of the last answer; what stands before it is its prompt
-        rules = replace(rules, turns_to_train="last")
-    own = {"example": example, "columns": columns, "rules": rules}
-    return DatasetSpec(**named(DatasetSpec) | own)
+        own["turns_to_train"] = "last"
+    return DatasetSpec(**own)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from roundpipe_cli.data.messages import END_OF_THOUGHT, Conversation
 from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.data.settings import TrainRules
+from roundpipe_cli.data.settings import DatasetSpec
 
 BEGIN_OF_THOUGHT = "<think>"
 THOUGHT = re.compile(r"\s*(?:<think>.*?</think>\s*)+", re.DOTALL)
@@ -21,7 +21,7 @@ TokenSpan = tuple[int, int]
 """Half-open range of characters."""
 
 
-def turns_to_train(conversation: Conversation, rules: TrainRules) -> list[int]:
+def turns_to_train(conversation: Conversation, rules: DatasetSpec) -> list[int]:
     """Indices of the trained turns."""
     roles = {*rules.roles_to_train, *(("developer",) if "system" in rules.roles_to_train else ())}
     turns = [

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from roundpipe_cli.data.rows import DataReport
 from roundpipe_cli.data.shards import Shard
 from roundpipe_cli.data.sources import Source
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.units import counted
 
 # The rows of an epoch and their order: a pure function of (sizes, weights, seed, epoch).
@@ -439,23 +440,6 @@ class PackingChoice:
         return f"packing (auto): {'on' if self.packs else 'off'}: {self.why}"
 
 
-class PackingKeys(Protocol):
-    """The keys of a recipe that decide beside its rows."""
-
-    @property
-    def max_seq_length(self) -> int: ...
-    @property
-    def rows_per_step(self) -> int: ...
-    @property
-    def num_train_epochs(self) -> int: ...
-    @property
-    def max_steps(self) -> int | None: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def shuffle(self) -> bool: ...
-
-
 def count_sequences(mix: RowMix, packer: Packer) -> int:
     """Packed sequences of the first epoch."""
     order = mix.order(0)
@@ -464,7 +448,7 @@ def count_sequences(mix: RowMix, packer: Packer) -> int:
 
 
 def choose_packing(
-    mix: RowMix, lengths: npt.NDArray[np.int64], recipe: PackingKeys, obstacle: str | None = None
+    mix: RowMix, lengths: npt.NDArray[np.int64], recipe: Recipe, obstacle: str | None = None
 ) -> PackingChoice:
     """Whether `packing: auto` packs these rows.
 
@@ -478,7 +462,7 @@ def choose_packing(
 
 
 def decide_packing(
-    recipe: PackingKeys, mean: float, num_rows: int, count: Callable[[], int], *, obstacle: str | None = None
+    recipe: Recipe, mean: float, num_rows: int, count: Callable[[], int], *, obstacle: str | None = None
 ) -> PackingChoice:
     """The rule of `packing: auto`, for `plan`, which estimates tokens, for `data` and for a run.
 

@@ -218,36 +218,39 @@ class SafeTraced(Traced):
         return escaped(Markup(str.__str__(self)))
 
 
-class TracedInt(int):
-    """A whole number of a call's arguments."""
-
-    field = OWN
-
-    def __str__(self) -> str:
-        return Traced.of_field(int.__repr__(self), self.field)
-
-
-class TracedFloat(float):
+class TracedNumber:
     """A number of a call's arguments."""
 
     field = OWN
 
     def __str__(self) -> str:
-        return Traced.of_field(float.__repr__(self), self.field)
+        return Traced.of_field(repr(self), self.field)
 
 
-class TracedList(list[Any]):
+class TracedInt(TracedNumber, int):
+    """A whole number of a call's arguments."""
+
+
+class TracedFloat(TracedNumber, float):
+    """A number of a call's arguments that is not whole."""
+
+
+class TracedItems:
+    """A list or an object of a call's arguments, or a call."""
+
+    def __str__(self) -> str:
+        """The text that it is written as, made of all that it holds of one message."""
+        text, found = repr(self), list[Cover]()
+        found_in(self, found)
+        return Traced(text, (TracedPiece(len(text), found[0][0], tuple(found), DUMPED),)) if found else text
+
+
+class TracedList(TracedItems, list[Any]):
     """A list of a call's arguments."""
 
-    def __str__(self) -> str:
-        return dumped(list.__repr__(self), self)
 
-
-class TracedDict(dict[Any, Any]):
+class TracedDict(TracedItems, dict[Any, Any]):
     """An object of a call's arguments, or a call."""
-
-    def __str__(self) -> str:
-        return dumped(dict.__repr__(self), self)
 
 
 def pieces_of(text: str) -> tuple[TracedPiece, ...]:
@@ -281,23 +284,23 @@ def _filled(fill: Callable[[Any], str], values: Any) -> str:
     kept: list[str] = []
 
     def mark(value: Any) -> Any:
-        if isinstance(value, (Traced, TracedInt, TracedFloat, TracedList, TracedDict)):
+        if isinstance(value, (Traced, TracedNumber, TracedItems)):
             kept.append(str(value))
             name = f"\x00{len(kept) - 1}\x00"
-            return name if isinstance(value, str) else _spelt(value, name)
-        if isinstance(value, tuple):
-            return tuple(map(mark, value))
-        return {key: mark(item) for key, item in value.items()} if isinstance(value, dict) else value
+            if isinstance(value, str):
+                return name
+            base: Any = type(value).__mro__[2]
+            spelt = {
+                "__str__": lambda _: name,
+                "__format__": lambda self, how: base.__format__(self, how) if how else name,
+            }
+            return type("Spelt", (base,), spelt)(inside(base(value), list))
+        return inside(value, tuple)
 
-    def _spelt(value: Any, name: str) -> Any:
-        base: Any = next(kind for kind in (int, float, list, dict) if isinstance(value, kind))
-        inner = {key: mark(item) for key, item in value.items()} if base is dict else value
-        inner = [mark(item) for item in value] if base is list else inner
-        spelt = {
-            "__str__": lambda _: name,
-            "__format__": lambda self, how: base.__format__(self, how) if how else name,
-        }
-        return type("Spelt", (base,), spelt)(inner)
+    def inside(value: Any, sequence: type[list[Any] | tuple[Any, ...]]) -> Any:
+        if isinstance(value, sequence):
+            return sequence(map(mark, value))
+        return {key: mark(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     text, marked = fill(values), mark(values)
     if not kept or "\x00" in text:
@@ -307,18 +310,11 @@ def _filled(fill: Callable[[Any], str], values: Any) -> str:
     return made if str.__eq__(made, text) else text
 
 
-def dumped(text: str, value: object) -> str:
-    """The text that `value`, an object or a list of one message, is written as."""
-    found: list[Cover] = []
-    found_in(value, found)
-    return Traced(text, (TracedPiece(len(text), found[0][0], tuple(found), DUMPED),)) if found else text
-
-
 def found_in(value: object, found: list[Cover]) -> None:
     """Add the ranges of fields that objects and lists hold."""
     if isinstance(value, Traced):
         found.extend(cover for piece in value._pieces for cover in piece.covers)
-    elif isinstance(value, (TracedInt, TracedFloat)):
+    elif isinstance(value, TracedNumber):
         found.append((value.field, 0, len(str(value))))
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -22,7 +22,7 @@ from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.data.settings import TrainRules
+from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.spans import without_thoughts
 from roundpipe_cli.data.traced import TEMPLATE_DATE, traced_environment
 from roundpipe_cli.library_names import library_name
@@ -127,7 +127,7 @@ def template_of(text: str, *, with_specials: bool) -> ChatTemplate:
 
 @functools.cache
 def written(
-    text: str, name: str, *, with_specials: bool, rules: TrainRules = TrainRules(), answers_only: bool = False
+    text: str, name: str, *, with_specials: bool, rules: DatasetSpec = DatasetSpec(""), answers_only: bool = False
 ) -> Rendered | BadRowError:
     """What a template makes of one of `CONVERSATIONS`, or of it without thoughts."""
     messages = without_thoughts_by_hand(CONVERSATIONS[name]) if answers_only else CONVERSATIONS[name]
@@ -223,7 +223,7 @@ def test_every_rule_trains_the_default_without_the_part_it_names(path: Path, nam
     def trained(
         ends: Any = "turn", thoughts: Any = "train", *, answers_only: bool = False
     ) -> tuple[str, set[int]] | None:
-        rules = TrainRules(train_on_eos=ends, thoughts=thoughts)
+        rules = DatasetSpec("", train_on_eos=ends, thoughts=thoughts)
         made = written(text, name, with_specials=True, rules=rules, answers_only=answers_only)
         if isinstance(made, BadRowError):
             return None

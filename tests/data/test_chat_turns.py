@@ -15,7 +15,7 @@ from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.messages import CALL_FORM_NOTES, Conversation, in_form
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.errors import RefusedError
 from tests.data.test_chat_templates import TOOL, output, said, user
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
@@ -90,7 +90,9 @@ def shown(template: str, messages: list[dict[str, Any]], **rules: Any) -> str:
     marks = ["<|u|>", "<|a|>", "<|e|>", "<|c|>", "<c|>", "<|r|>", "<r|>", "<|s|>", "<|m|>", "<|h|>", "<|x|>"]
     tokenizer.add_tokens([*marks, "[INST]", "[/INST]", "[OUT]", "[/OUT]", "[CALLS]"], special_tokens=True)
     tools = (TOOL,) if "tools" in template else ()
-    made = ChatTemplate(tokenizer, template).render_trained(Conversation(tuple(messages), tools), TrainRules(**rules))
+    made = ChatTemplate(tokenizer, template).render_trained(
+        Conversation(tuple(messages), tools), DatasetSpec("", **rules)
+    )
     text, position = "", 0
     for start, end in made.trained:
         text += made.text[position:start] + f"[[{made.text[start:end]}]]"
@@ -248,7 +250,7 @@ def test_a_thought_that_never_ends_is_no_answer(
     if template is None and "messages" in row:
         pytest.skip("such rows need a template")
     path = write_rows(tmp_path / "x.jsonl", [row])
-    settings = DataSettings((DatasetSpec(str(path), rules=TrainRules(thoughts=thoughts)),), 500)
+    settings = DataSettings((DatasetSpec(str(path), thoughts=thoughts),), 500)
     with pytest.raises(RefusedError, match="begins a thought that never ends"):
         build_dataset(settings, byte_tokenizer(template=template))
 

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.files import read_file
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.sources import Source
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RecipeError, RefusedError
@@ -40,10 +40,8 @@ THOUGHTS_BESIDE = (
 def read(path: Path, rows: list[Any], *, template: str | None = CHATML, **spec: Any) -> tuple[TokenizedDataset, str]:
     """The dataset of these rows, and the text of its first row with marks around what is trained."""
     write_rows(path, rows)
-    names = ("roles_to_train", "turns_to_train", "train_on_eos", "thoughts")
-    rules = TrainRules(**{name: spec.pop(name) for name in names if name in spec})
     tokenizer = byte_tokenizer(template=template)
-    settings = DataSettings((DatasetSpec(str(path), rules=rules, **spec),), 1000)
+    settings = DataSettings((DatasetSpec(str(path), **spec),), 1000)
     dataset = build_dataset(settings, tokenizer)
     return dataset, marked(tokenizer, dataset.rows[0])
 
