@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 
 from roundpipe_cli.choices import ROW_KINDS, SINGLE_TYPES, RowType
 from roundpipe_cli.data.columns import (
@@ -48,9 +48,13 @@ from roundpipe_cli.errors import RefusedError, closest
 #                           chosen + rejected     whole conversations: what both begin with is the prompt
 
 ANSWERS = ("chosen", "rejected")
-PROMPT_COLUMNS = ("prompt", "instruction", "question", "query", "input")
-HISTORY_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+BESIDE_ANSWERS = {
+    "prompt": ("prompt", "instruction", "question", "query", "input"),
+    "messages": ("messages", "conversations", "conversation"),
+    **{"system": SYSTEM_COLUMNS, "tools": ("tools",), "history": ("history",)},
+}
+"""Fields of pairs beside their answers -> the names under which they are found where nobody maps them."""
 
 
 def find_answers(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> dict[str, str]:
@@ -87,11 +91,10 @@ def find_figure(spec: DatasetSpec, layouts: Sequence[Sequence[str]]) -> dict[str
 
 def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
     """Fields beside both answers to their columns, as far as there are any."""
-    given = {field: column for field, column in spec.columns.items() if field not in ANSWERS}
-    found = {"messages": given.pop("conversations")} if "conversations" in given else {}
-    found |= given
-    others = (("prompt", PROMPT_COLUMNS), ("messages", HISTORY_COLUMNS), ("system", SYSTEM_COLUMNS))
-    for field, names in (*others, ("tools", ("tools",)), ("history", ("history",))):
+    found = {field: column for field, column in spec.columns.items() if field not in (*ANSWERS, "conversations")}
+    if "conversations" in spec.columns:
+        found.setdefault("messages", spec.columns["conversations"])
+    for field, names in BESIDE_ANSWERS.items():
         name = next(filter(None, (find_column(name, layout) for name in names)), None)
         if field not in found and name is not None and not (field == "prompt" and "instruction" in found):
             found[field] = name
@@ -127,8 +130,6 @@ def _num_shared(chosen: Conversation, rejected: Conversation) -> int:
 
 LIST_FIELDS = ("messages", "conversations", "history")
 """Fields that hold lists, or JSON text of them."""
-OTHER_NAMES = {"system": ("system_prompt", "system_message")}
-"""Names under which an optional field is found where nobody maps it."""
 PAIR_COLUMNS = (
     *(("question", "answer"), ("prompt", "response"), ("instruction", "response"), ("query", "response")),
     *(("question", "response"), ("query", "answer"), ("problem", "solution"), ("input", "output")),
@@ -269,8 +270,9 @@ class RowFormat:
                     found=printable("roles " + ", ".join(message["role"] for message in answer)),
                     expected="the same prompt for both, and the assistant's turn behind it",
                 )
-            untrained = turns.untrained | frozenset(range(num_shared))  # and no turn is trained of those that say so
-            spoken = Conversation(turns.messages, untrained=untrained, weights=turns.weights)
+            # The prompt is not trained, nor are turns that say so.
+            untrained = {*range(num_shared), *(index for index, is_trained in turns.said.items() if not is_trained)}
+            spoken = Conversation(turns.messages, said=dict.fromkeys(untrained, False), weights=turns.weights)
             made.append(self._with_columns(row, spoken))
         return tuple(made)
 
@@ -367,18 +369,11 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
         made = RowFormat(spec, "preference", find_answers(spec, layouts, where)).fitted(every)
         shown = printable("columns " + ", ".join(dict.fromkeys(made.columns.values())))
         return replace(made, notice=f"{where}: read as preference pairs ({shown})")
+    detected = _detect(spec, layouts, types, where)
+    if detected is not None:
+        return detected
     if spec.type != "auto":
-        pair = None
-        if spec.type == "prompt_completion":
-            ways = ((find, columns) for find in (_written, find_column) for columns in layouts)
-            found = (_pair_format(spec, columns, where, find, every=every) for find, columns in ways)
-            pair = next(filter(None, found), None)
-        return pair or RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, every))
-    for find in (_written, find_column):
-        for columns in layouts:
-            row_format = _detect(spec, columns, where, find, every=every)
-            if row_format is not None:
-                return row_format
+        return RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, every))
     likely = likely_columns(rows) if not spec.columns else {}
     if spec.rows.figure != "label":
         refuse_layout(layouts, where, has_answer="completion" in likely)
@@ -410,43 +405,42 @@ FindColumn = Callable[[str, Sequence[str]], str | None]
 """Finds the column of a name."""
 
 
-def _written(name: str, layout: Sequence[str]) -> str | None:
-    """The column of exactly this name."""
-    return name if name in layout else None
-
-
 def _detect(
-    spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn, *, every: Sequence[str]
+    spec: DatasetSpec, layouts: Sequence[Sequence[str]], types: Sequence[RowType], where: str
 ) -> RowFormat | None:
-    """The format of `auto` for rows with these `columns`; `every`: those of all first rows, for the notice."""
-    for row_type in spec.rows.row_types:
-        mapped, needed = _mapped(row_type, spec.columns, columns), ROW_KINDS[row_type].fields
-        if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in needed):
-            made = RowFormat(spec, row_type, mapped).fitted(every)
-            shown = ", ".join(column for column in made.columns.values() if column in every)
-            return replace(made, notice=f"{where}: read as type {row_type} (columns {printable(shown)})")
-        pair = _pair_format(spec, columns, where, find, every=every) if row_type == "prompt_completion" else None
-        if pair is not None:
-            return pair
+    """The format of the first layout whose columns fit a type, exactly as they are written before in other capitals."""
+    every = tuple(dict.fromkeys(chain.from_iterable(layouts)))
+    ways = [(row_type, names) for row_type in types for names in _names_of_fields(spec, row_type)]
+    written: FindColumn = lambda name, layout: name if name in layout else None  # noqa: E731
+    for find, layout in product((written, find_column), layouts):
+        for row_type, names in ways:
+            fixed = {field: spec.columns.get(field) or find(name, layout) or "" for field, name in names.items()}
+            is_usual = all(field == name for field, name in names.items())
+            if all(column in layout for column in fixed.values()):
+                if is_usual and spec.type != "auto":
+                    break  # the type that is given has its own columns
+                made = RowFormat(spec, row_type, fixed).fitted(every)
+                said = f"{where}: read as type {_read_as(made, every, is_usual=is_usual)}"
+                return replace(made, notice=said)
     return None
 
 
-def _pair_format(
-    spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn, *, every: Sequence[str]
-) -> RowFormat | None:
-    """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
-    if {*spec.columns} - {spec.rows.figure} or find("prompt", columns) and find("completion", columns):
-        return None
-    for names in PAIR_COLUMNS:
-        prompt, completion = (find(name, columns) for name in names)
-        if prompt is not None and completion is not None:
-            made = RowFormat(spec, "prompt_completion", {"prompt": prompt, "completion": completion}).fitted(every)
-            shown = f"{printable(prompt)} as the prompt and {printable(completion)} as the completion"
-            decided = f"read as type prompt_completion, {shown}"
-            beside = [made.columns[field] for field in ROW_KINDS[made.type].optional if made.columns[field] in every]
-            decided += f", with {', '.join(beside)}" if beside else ""
-            return replace(made, notice=f"{where}: {decided}")
-    return None
+def _names_of_fields(spec: DatasetSpec, row_type: RowType) -> Iterator[Mapping[str, str]]:
+    """The names under which `auto` looks for the fields that every row has."""
+    yield {field: field for field in ROW_KINDS[row_type].fields}
+    if row_type == "prompt_completion" and not {*spec.columns} - {spec.rows.figure}:
+        yield from ({"prompt": prompt, "completion": completion} for prompt, completion in PAIR_COLUMNS)
+
+
+def _read_as(made: RowFormat, every: Sequence[str], *, is_usual: bool) -> str:
+    """The type in words, with the columns of it that any of the first rows has."""
+    if is_usual:
+        shown = ", ".join(column for column in made.columns.values() if column in every)
+        return f"{made.type} (columns {printable(shown)})"
+    prompt, completion = (printable(made.columns[field]) for field in ("prompt", "completion"))
+    beside = [made.columns[field] for field in ROW_KINDS[made.type].optional if made.columns[field] in every]
+    text = f"{made.type}, {prompt} as the prompt and {completion} as the completion"
+    return text + (f", with {', '.join(beside)}" if beside else "")
 
 
 def _all_fields(row_type: RowType) -> tuple[str, ...]:
@@ -457,7 +451,7 @@ def _mapped(row_type: RowType, columns: Mapping[str, str], layout: Sequence[str]
     """Our fields to the columns of a row with these columns."""
     mapped = {}
     for field in _all_fields(row_type):
-        found = (find_column(name, layout) for name in (field, *OTHER_NAMES.get(field, ())))
+        found = (find_column(name, layout) for name in (SYSTEM_COLUMNS if field == "system" else (field,)))
         mapped[field] = columns.get(field) or next(filter(None, found), field)
     return mapped
 

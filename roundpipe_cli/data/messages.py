@@ -271,11 +271,9 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     """Schemas of the tools that the assistant may call."""
-    untrained: frozenset[int] = frozenset()
-    """Turns that are not trained whatever their role: the row says so (`train: false`, or `weight: 0`), or they belong
-    to the prompt."""
-    trained: frozenset[int] = frozenset()
-    """Turns that are trained whatever their role: the row says so (`train: true`)."""
+    said: Mapping[int, bool] = field(default_factory=dict)
+    """Turns that are trained, or are not, whatever their role: the row says so (`train: true`, `train: false` or
+    `weight: 0`), or they belong to the prompt."""
     weights: Mapping[int, float] = field(default_factory=dict)
     """Factors of turns in the loss, where they are not 1."""
     plain_prompt: str | None = None
@@ -285,18 +283,13 @@ class Conversation:
     def behind(self, before: Conversation) -> Conversation:
         """A copy with the turns of `before` in front."""
         start = len(before.messages)
-        untrained, trained = (frozenset(index + start for index in turns) for turns in (self.untrained, self.trained))
-        return replace(
-            self,
-            messages=before.messages + self.messages,
-            untrained=before.untrained | untrained,
-            trained=before.trained | trained,
-            weights={**before.weights, **{index + start: weight for index, weight in self.weights.items()}},
-        )
+        said = {**before.said, **{index + start: is_trained for index, is_trained in self.said.items()}}
+        weights = {**before.weights, **{index + start: weight for index, weight in self.weights.items()}}
+        return replace(self, messages=before.messages + self.messages, said=said, weights=weights)
 
     def as_prompt(self) -> Conversation:
         """A copy in which no turn is trained."""
-        return replace(self, untrained=frozenset(range(len(self.messages))), trained=frozenset(), weights={})
+        return replace(self, said=dict.fromkeys(range(len(self.messages)), False), weights={})
 
 
 Content = Conversation | str
@@ -325,17 +318,14 @@ def read_turns(value: object, column: str, role_key: str = "role") -> Conversati
     Args:
         role_key: `role` or `from`, whichever a message without both should have.
     """
-    messages: list[Message] = []
-    turns: dict[bool | None, set[int]] = {True: set(), False: set(), None: set()}
-    weights: dict[int, float] = {}
+    messages, said, weights = list[Message](), dict[int, bool](), dict[int, float]()
     for index, item in enumerate(_list_of_objects(value, column)):
         field = f"`{column}[{index}]"
         messages.append(_message(item, field, role_key))
-        said, weight = _weight_of(item, field)
-        turns[said].add(index)
+        is_trained, weight = _weight_of(item, field)
+        said |= {} if is_trained is None else {index: is_trained}
         weights |= {} if weight == 1 else {index: weight}
-    sides = frozenset(turns[False]), frozenset(turns[True])
-    return Conversation(tuple(messages), untrained=sides[0], trained=sides[1], weights=weights)
+    return Conversation(tuple(messages), said=said, weights=weights)
 
 
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:

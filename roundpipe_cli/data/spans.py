@@ -27,7 +27,7 @@ def turns_to_train(conversation: Conversation, rules: DatasetSpec) -> list[int]:
     turns = [
         index
         for index, message in enumerate(conversation.messages)
-        if (message["role"] in roles or index in conversation.trained) and index not in conversation.untrained
+        if conversation.said.get(index, message["role"] in roles)
     ]
     return turns[-1:] if rules.turns_to_train == "last" else turns
 
