@@ -327,24 +327,26 @@ def _as_row(value: object, number: int) -> RawRow:
     return _bad_row(number, "the row is not an object", describe_value(value), 'an object: {"text": "..."}')
 
 
+BEGIN = re.compile(r"[ \t\r\n]*(?P<list>\[[ \t\r\n]*(?P<mark>\]?)[ \t\r\n]*)?")
+MARK = re.compile(r"[ \t\r\n]*(?P<mark>[,\]]?)[ \t\r\n]*")
+"""Blanks of JSON around the bracket that opens a list, and around what stands behind a row."""
+
+
 def _read_json(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
     """A JSON list of rows, or JSON lines under the name `.json`."""
     with _open(path, spec, progress) as file:
         content = _read_whole(file, path)
     # Broken bytes survive as lone surrogates here, so that they spoil one row and not the file.
     text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
-    start = _skip_space(text, 0)
-    if start == len(text):
-        return
-    if text[start] != "[":
-        first_line = text[start:].split("\n", 1)[0]
+    begin = cast("re.Match[str]", BEGIN.match(text))
+    if begin["list"]:
+        yield from _read_json_list(path, text, begin, progress)
+    elif begin.end() < len(text):
         try:
-            json.loads(first_line)
+            json.loads(text[begin.end() :].split("\n", 1)[0])
         except ValueError:
-            raise _no_rows_in(path, text, start) from None
+            raise _no_rows_in(path, text, begin.end()) from None
         yield from _read_jsonl(path, spec, progress)
-        return
-    yield from _read_json_list(path, text, start, progress)
 
 
 def _read_whole(file: IO[bytes], path: Path) -> bytes:
@@ -377,29 +379,24 @@ def check_list_size(path: Path) -> None:
         )
 
 
-def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -> Iterator[RawRow]:
-    position = _skip_space(text, start + 1)
+def _read_json_list(path: Path, text: str, mark: re.Match[str], progress: ReadProgress) -> Iterator[RawRow]:
+    """The rows behind `mark`, the bracket that opens the list."""
     line, counted = 1, 0  # `line` is the line of character `counted`
-    if text[position : position + 1] != "]":
-        while True:
-            line, counted = line + text.count("\n", counted, position), position
-            try:
-                row, end = _next_of_list(text, position, line)
-            except json.JSONDecodeError as error:
-                raise _broken_json(path, text, error.pos, error.msg.removesuffix(" at")) from None
-            except (ValueError, RecursionError) as error:
-                raise _broken_json(path, text, position, printable(str(error))) from None
-            progress.known_share = end / len(text)
-            yield _checked_utf8(row, text[position:end])
-            position = _skip_space(text, end)
-            mark = text[position : position + 1]
-            if mark == "]":
-                break
-            if mark != ",":
-                raise _broken_json(path, text, position, "Expecting ',' or ']'")
-            position = _skip_space(text, position + 1)
-    if _skip_space(text, position + 1) != len(text):
-        raise _broken_json(path, text, position + 1, "more text behind the end of the list")
+    while mark["mark"] != "]":
+        line, counted = line + text.count("\n", counted, mark.end()), mark.end()
+        try:
+            row, end = _next_of_list(text, counted, line)
+        except json.JSONDecodeError as error:
+            raise _broken_json(path, text, error.pos, error.msg.removesuffix(" at")) from None
+        except (ValueError, RecursionError) as error:
+            raise _broken_json(path, text, counted, printable(str(error))) from None
+        progress.known_share = end / len(text)
+        yield _checked_utf8(row, text[counted:end])
+        mark = cast("re.Match[str]", MARK.match(text, end))
+        if not mark["mark"]:
+            raise _broken_json(path, text, mark.end(), "Expecting ',' or ']'")
+    if mark.end() != len(text):
+        raise _broken_json(path, text, mark.end("mark"), "more text behind the end of the list")
 
 
 def _next_of_list(text: str, position: int, line: int) -> tuple[RawRow, int]:
@@ -409,12 +406,6 @@ def _next_of_list(text: str, position: int, line: int) -> tuple[RawRow, int]:
     except TwiceError as error:
         return _twice(line, error), json.JSONDecoder().raw_decode(text, position)[1]
     return _as_row(value, line), end
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
 
 
 def _checked_utf8(row: RawRow, source: str) -> RawRow:
@@ -653,28 +644,10 @@ def _rows_in(head: bytes, path: Path, spec: DatasetSpec) -> int | None:
 class _ParquetHead(NamedTuple):
     num_rows: int
     dictionary_columns: list[str]
+    """Columns of texts that are stored once and named by rows. They stay so in memory: a file of 500 bytes can hold a
+    text of 1 MiB that 100,000 rows name."""
     batch_rows: int
-    """Rows to unpack at a time."""
-
-
-def _dictionary_columns(metadata: Any) -> list[str]:
-    """Columns of texts of a parquet file that are stored once and named by rows. They stay so in memory: a file of
-    500 bytes can hold a text of 1 MiB that 100,000 rows name."""
-    found: dict[str, None] = {}
-    for group in range(metadata.num_row_groups):
-        for index in range(metadata.num_columns):
-            column = metadata.row_group(group).column(index)
-            is_text = metadata.schema.column(index).logical_type.type in ("STRING", "JSON", "NONE")
-            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY" and is_text:
-                found[column.path_in_schema] = None
-    return list(found)
-
-
-def _batch_rows(metadata: Any) -> int:
-    """Rows that are unpacked at a time: about MAX_LINE_BYTES of them, by what the file says of its groups of rows."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(1024, MAX_LINE_BYTES // max(1, row_bytes)))
+    """Rows to unpack at a time: about MAX_LINE_BYTES of them, by what the file says of its groups of rows."""
 
 
 def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
@@ -741,7 +714,19 @@ def _parquet_head(path: Path, processor_s: float = PARQUET_HEAD_S) -> _ParquetHe
 
         with _refusing_parquet(path, lambda: 0):
             metadata = pyarrow.parquet.read_metadata(path)
-            return _ParquetHead(metadata.num_rows, _dictionary_columns(metadata), _batch_rows(metadata))
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+            kinds = [metadata.schema.column(index).logical_type.type for index in range(metadata.num_columns)]
+            # Every column is looked at: it is damaged ones that end this process.
+            columns = [(group.column(index), kind) for group in groups for index, kind in enumerate(kinds)]
+            shared = [
+                column.path_in_schema
+                for column, kind in columns
+                if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY"
+                if kind in ("STRING", "JSON", "NONE")
+            ]
+            names = list(dict.fromkeys(shared))
+            return _ParquetHead(metadata.num_rows, names, max(1, min(1024, MAX_LINE_BYTES // max(1, row_bytes))))
 
     what = "reading the head of the parquet file"
     return run_limited(read, Limits(what, str(path), processor_s, hint="is the file whole?"))
