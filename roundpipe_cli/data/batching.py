@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -152,8 +153,7 @@ class BatchSampler:
         self._micro_batch_size = micro_batch_size
         self._sequences_per_step = micro_batch_size * microbatches_per_step
         self._num_windows = -(-mix.rows_per_epoch // WINDOW_ROWS)
-        self._cached_window: tuple[int, int] | None = None
-        self._cached_sequences: list[SequenceRows] = []
+        self._sequences = lru_cache(maxsize=1)(self._made_sequences)
         self._refuse_too_few(microbatches_per_step)
 
     def seek(self, position: Position) -> None:
@@ -244,22 +244,16 @@ class BatchSampler:
             return self.mix.rows_per_epoch
         return sum(len(self._sequences(epoch, window)) for window in range(self._num_windows))
 
-    def _sequences(self, epoch: int, window: int) -> list[SequenceRows]:
-        if self._cached_window != (epoch, window):
-            rows = self.mix.order(epoch)[window * WINDOW_ROWS : (window + 1) * WINDOW_ROWS]
-            if self._packer is None:
-                self._cached_sequences = [(row,) for row in rows.tolist()]
-            else:
-                self._cached_sequences = self._packer.pack(rows, epoch, window)
-            self._cached_window = (epoch, window)
-        return self._cached_sequences
+    def _made_sequences(self, epoch: int, window: int) -> list[SequenceRows]:
+        rows = self.mix.order(epoch)[window * WINDOW_ROWS : (window + 1) * WINDOW_ROWS]
+        if self._packer is None:
+            return [(row,) for row in rows.tolist()]
+        return self._packer.pack(rows, epoch, window)
 
     def _refuse_too_few(self, microbatches_per_step: int) -> None:
-        needed, size = self._sequences_per_step, self._micro_batch_size
-        found = 0
+        needed, size, found = self._sequences_per_step, self._micro_batch_size, 0
         for window in range(self._num_windows):
-            if found < needed:
-                found += len(self._sequences(0, window))
+            found += len(self._sequences(0, window)) if found < needed else 0
         if found < needed:
             packed = self._packer is not None
             fewer = f"gradient_accumulation_steps={max(1, found // size)}"

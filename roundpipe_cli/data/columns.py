@@ -67,11 +67,6 @@ def verdict(value: object) -> bool | None:
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
-def is_verdict(value: object) -> bool:
-    """Whether it is `verdict`'s yes or no."""
-    return verdict(value) is not None
-
-
 def read_factor(figure: FigureName, value: object, column: str) -> float:
     """The factor of a row's loss that its `weight` or its `label` says: below 0 where the answer is not wanted.
 
@@ -103,15 +98,6 @@ def _is_given(value: object) -> bool:
     )
 
 
-def _is_no(value: object) -> bool:
-    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
-
-
-def _is_content(value: object) -> bool:
-    """Whether it says something and is neither a count nor a flag."""
-    return not isinstance(value, (bool, int, float)) and says_something(value)
-
-
 def is_decoded_media(value: object) -> bool:
     """An image or a sound as the `datasets` library stores it, or a list of them."""
     if isinstance(value, (list, tuple)):
@@ -123,12 +109,8 @@ def is_decoded_media(value: object) -> bool:
     )
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and says_something(value)
-
-
-def _is_list_of_numbers(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (bool, int)) for item in value)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value)
 
 
 @dataclass(frozen=True)
@@ -153,9 +135,13 @@ _TYPES: Mapping[str | None, tuple[str, ...] | None] = {
     **{"answers": ANSWER_TYPES, "single": SINGLE_TYPES, "prompts": PROMPT_TYPES, "plain": PLAIN_TYPES},
     **{"alpaca": ("alpaca",), None: None},
 }
-_MATTERS: Mapping[str | None, Callable[[object], bool]] = {
-    **{"verdict": is_verdict, "content": _is_content, "weight": is_weight, "numbers": _is_list_of_numbers},
-    **{"messages": holds_messages, "list": _is_list, "given": _is_given, "no": _is_no, None: says_something},
+_MATTERS: Mapping[str | None, Callable[[Any], bool]] = {
+    **{"weight": is_weight, "messages": holds_messages, "given": _is_given, None: says_something},
+    "verdict": lambda value: verdict(value) is not None,
+    "no": lambda value: value is False or (isinstance(value, str) and value.strip().lower() == "false"),
+    "content": lambda value: not isinstance(value, (bool, int, float)) and says_something(value),
+    "list": lambda value: _is_list(value) and says_something(value),
+    "numbers": lambda value: _is_list(value) and all(isinstance(item, int) for item in value),
 }
 """Meanings of the words of `columns.json`."""
 SAME_PROMPT = ("prompt", "question", "query", "problem")
@@ -342,15 +328,6 @@ def columns_text(columns: Mapping[str, str]) -> str:
     return f"columns: {{{', '.join(f'{field}: {text}' for field, text in texts.items())}}}"
 
 
-def list_inside(row: Mapping[str, object]) -> str | None:
-    """The column that holds a list of objects, not of messages: it may hold the rows."""
-    for name, value in flattened(row).items():
-        first = value[0] if isinstance(value, (list, tuple)) and value else None
-        if isinstance(first, Mapping) and not {"role", "from"} & set(first):
-            return name
-    return None
-
-
 def is_columnar(row: Mapping[str, object]) -> bool:
     """Whether an object is a whole table: an equally long list for each column, or pandas' object of rows by number."""
     lists = [
@@ -366,12 +343,14 @@ def is_columnar(row: Mapping[str, object]) -> bool:
 
 def rows_inside(row: Mapping[str, object], where: str) -> RefusedError | None:
     """The error for a file whose only object has the rows inside it; None: it has none."""
+    lists = ((name, value[0]) for name, value in flattened(row).items() if isinstance(value, (list, tuple)) and value)
+    objects = [name for name, first in lists if isinstance(first, Mapping) and not {"role", "from"} & set(first)]
     if is_columnar(row):
         found = f"a list for each column: {column_names(row)}"
         rows = "(dict(zip(d, r)) for r in zip(*(v.values() if isinstance(v, dict) else v for v in d.values())))"
-    elif column := list_inside(row):
-        found = f"a list of objects in `{printable(column, 60)}`"
-        rows = "".join(["d", *(f"[{key!r}]" for key in column.split("."))])
+    elif objects:
+        found = f"a list of objects in `{printable(objects[0], 60)}`"
+        rows = "".join(["d", *(f"[{key!r}]" for key in objects[0].split("."))])
     else:
         return None
     return RefusedError(
@@ -416,7 +395,13 @@ def _unused_keys(column: str, value: object) -> Iterator[str]:
 
 
 def _refuse_placeholders(row: Mapping[str, object], unused: Sequence[str]) -> None:
-    media = next((name for name in unused if _may_be_media(name, row[name])), None)
+    def may_be_media(name: str) -> bool:
+        items = value if isinstance(value := row[name], (list, tuple)) else (value,)
+        if any(isinstance(item, str) and item[-5:].lower().endswith(MEDIA_ENDINGS) for item in items):
+            return True
+        return _media_word(name) is not None and says_something(value)
+
+    media = next(filter(may_be_media, unused), None)
     placeholder = None if media is None else _placeholder(row)
     if media is not None and placeholder is not None:
         raise BadRowError(
@@ -424,13 +409,6 @@ def _refuse_placeholders(row: Mapping[str, object], unused: Sequence[str]) -> No
             found=placeholder,
             hint=_rules("columns")["media"].hint,
         )
-
-
-def _may_be_media(name: str, value: object) -> bool:
-    items = value if isinstance(value, (list, tuple)) else (value,)
-    if any(isinstance(item, str) and item[-5:].lower().endswith(MEDIA_ENDINGS) for item in items):
-        return True
-    return _media_word(name) is not None and says_something(value)
 
 
 def _placeholder(value: object) -> str | None:

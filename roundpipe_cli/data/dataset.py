@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -136,10 +136,6 @@ class _Builder:
         self._source_notices: list[str] = []
         self.rows_by_spec: list[int] = []
 
-    @property
-    def num_kept(self) -> int:
-        return sum(shard.report.rows_kept for shard in self._shards)
-
     def look_up(self, sources: Sequence[Source]) -> None:
         """Find the tokens of all sources that are in the cache. No child may be forked while the threads of it run."""
 
@@ -162,7 +158,7 @@ class _Builder:
         Raises:
             RefusedError: none of its sources has a row.
         """
-        before, empty = self.num_kept, list[str]()
+        before, empty = len(self._shards), list[str]()
         for source in sources:
             self._source_notices.extend(source.notices)
             key = self._keys[id(source)]
@@ -179,7 +175,7 @@ class _Builder:
             raise no_rows(sources)
         if empty:
             self._source_notices.append(f"{len(empty)} of {len(sources)} files have no rows: {listed(empty)}")
-        self.rows_by_spec.append(self.num_kept - before)
+        self.rows_by_spec.append(sum(shard.report.rows_kept for shard in self._shards[before:]))
 
     def _make_shard(self, source: Source, key: str) -> Shard | None:
         """None where the source has no rows."""
@@ -189,9 +185,16 @@ class _Builder:
         if first is None:
             return None
         self._ends = self._ends or self._pool.ends()  # before the children start to work
-        rows = self._with_format(source, report, chain([first], chunks))
+
+        def with_format() -> Iterator[Chunk]:
+            row_format: RowFormat | None = None
+            for rows in chain([first], chunks):
+                row_format = row_format or self._decide(source, report, rows)
+                # After a bad row the rest is read only to count bad rows.
+                yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
+
         with ShardWriter(key, len(source.spec.rows.sides)) as writer:
-            for result in self._pool.encode(rows, source.name):
+            for result in self._pool.encode(with_format(), source.name):
                 writer.add(result, report.rows_read)
                 report.add(result.report)
                 share = source.progress.share()
@@ -200,14 +203,6 @@ class _Builder:
             report.bad_rows = [(n, replace(fault, where=source.where(n))) for n, fault in report.bad_rows]
             is_refused = bool(report.bad_rows) and self._settings.on_bad_row == "error"
             return writer.finish(report, to_cache=not is_refused)
-
-    def _with_format(self, source: Source, report: SourceReport, chunks: Iterable[list[RawRow]]) -> Iterator[Chunk]:
-        row_format: RowFormat | None = None
-        for rows in chunks:
-            if row_format is None:
-                row_format = self._decide(source, report, rows)
-            # After a bad row the rest is read only to count bad rows.
-            yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
     def _decide(self, source: Source, report: SourceReport, rows: Sequence[RawRow]) -> RowFormat | None:
         columns = [row.columns for row in rows if row.fault is None]
@@ -232,15 +227,11 @@ class _Builder:
             self._check_eos(source, row_format)
         else:
             if self._ends.next_mark_ends:
-                report.notices.append(
-                    "the chat template ends an answer with the mark of the next turn: behind the last answer of a row "
-                    "the model does not learn to stop"
-                )
+                what = "an answer with the mark of the next turn: behind the last answer of a row the model does not"
+                report.notices.append(f"the chat template ends {what} learn to stop")
             elif self._ends.end_of_turn is None:
-                report.notices.append(
-                    "the chat template ends the assistant's turns without a special token: the model may not learn to "
-                    "stop"
-                )
+                what = "the assistant's turns without a special token: the model may not learn to stop"
+                report.notices.append(f"the chat template ends {what}")
             if "strftime_now" in str(self._pool.templates[0]):
                 report.notices.append(
                     f"the chat template writes today's date: it always gets {TEMPLATE_DATE:%d %B %Y}, so that rows "

@@ -311,14 +311,10 @@ class Split:
 
     def range(self, num_rows: int) -> tuple[int, int]:
         """The half-open range of rows, percentages rounded to the closest row as `datasets` does."""
-        return _bound(self.start or "0", num_rows), _bound(self.stop or "100%", num_rows)
-
-
-def _bound(bound: str, num_rows: int) -> int:
-    value = round(int(bound[:-1]) * num_rows / 100) if bound.endswith("%") else int(bound)
-    if value < 0:
-        value += num_rows
-    return min(max(value, 0), num_rows)
+        bounds = (self.start or "0", self.stop or "100%")
+        values = (round(int(one[:-1]) * num_rows / 100) if one.endswith("%") else int(one) for one in bounds)
+        start, stop = (min(max(value + num_rows * (value < 0), 0), num_rows) for value in values)
+        return start, stop
 
 
 def parse_split(text: str) -> Split:

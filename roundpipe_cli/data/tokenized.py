@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import overload
 
 import numpy as np
@@ -68,22 +68,16 @@ class RowMix:
         """Whether weights decide how often a row comes."""
         self.epoch_rows = _shares(self.num_rows, weights) if self.is_mixed else self.source_rows
         """Rows that each source has in an epoch."""
-        self._cached_epoch: int | None = None
-        self._cached_order: Rows = np.empty(0, dtype=np.int64)
+        self.order = lru_cache(maxsize=1)(self._order)
+        """Row indices of an epoch in order, shape [rows_per_epoch]."""
 
     @property
     def rows_per_epoch(self) -> int:
         return sum(self.epoch_rows)
 
-    def order(self, epoch: int) -> Rows:
-        """Row indices of an epoch in order, shape [rows_per_epoch]."""
-        if epoch != self._cached_epoch:
-            plain = None if self.is_mixed else epoch_order(self.num_rows, epoch, self._seed, self._shuffle)
-            self._cached_order = self._mixed_order(epoch) if plain is None else plain
-            self._cached_epoch = epoch
-        return self._cached_order
-
-    def _mixed_order(self, epoch: int) -> Rows:
+    def _order(self, epoch: int) -> Rows:
+        if not self.is_mixed:
+            return epoch_order(self.num_rows, epoch, self._seed, self._shuffle)
         parts, places = [], []
         first_row = 0
         for source, (num_rows, count) in enumerate(zip(self.source_rows, self.epoch_rows, strict=True)):
