@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from roundpipe_cli.data.batching import Grouping
-from roundpipe_cli.data.collate import collate, collate_packed
+from roundpipe_cli.data.collate import collate
 from roundpipe_cli.data.tokenized import Packer, Row
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
@@ -89,7 +89,9 @@ def grouped(rows: Sequence[Row], size: int, max_tokens: int | None = None) -> li
 
 def padded(rows: Sequence[Row], size: int) -> list[Microbatch]:
     """Microbatches of `size` rows, filled up on the right."""
-    batches = [collate(rows[start : start + size], 0) for start in range(0, len(rows), size)]
+    batches = [
+        collate([[row] for row in rows[start : start + size]], 0, packed=False) for start in range(0, len(rows), size)
+    ]
     return [Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)) for batch in batches]
 
 
@@ -98,7 +100,7 @@ def packed(rows: Sequence[Row], tokens: int) -> list[Microbatch]:
     lengths = np.array([len(row.input_ids) for row in rows])
     made = []
     for places in Packer(lengths, tokens, seed=0, shuffle=False).pack(np.arange(len(rows)), 0, 0):
-        batch = collate_packed([[rows[place] for place in places]], 0)
+        batch = collate([[rows[place] for place in places]], 0, packed=True)
         assert batch.position_ids is not None
         tensors = (batch.input_ids, batch.labels, batch.position_ids)
         made.append(Microbatch(*map(torch.from_numpy, tensors)))

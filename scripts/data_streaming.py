@@ -75,7 +75,7 @@ def load_tokenizer() -> Any:
 
 def measure(path: Path, tokenizer: Any, label: str) -> None:
     from roundpipe_cli.data.batching import BatchSampler
-    from roundpipe_cli.data.collate import collate_packed
+    from roundpipe_cli.data.collate import collate
     from roundpipe_cli.data.dataset import build_dataset
     from roundpipe_cli.data.settings import DatasetSpec, DataSettings
     from roundpipe_cli.data.tokenized import Packer, RowMix
@@ -91,7 +91,7 @@ def measure(path: Path, tokenizer: Any, label: str) -> None:
             sampler = BatchSampler(mix, 1, 8, Packer(dataset.rows.lengths, 2048, 0, shuffle=True))
             for _ in range(200):
                 for batch in sampler.next_step():
-                    collate_packed([[dataset.rows[row] for row in sequence] for sequence in batch], 0)
+                    collate([[dataset.rows[row] for row in sequence] for sequence in batch], 0, packed=True)
         print(
             f"{label}, {attempt}: {path.stat().st_size / 1e6:.0f} MB, {len(dataset.rows)} rows, "
             f"{dataset.report.total_tokens} tokens in {built_s:.1f} s; peak {memory.peak_bytes / 1e6:.0f} MB, "

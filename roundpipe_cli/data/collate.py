@@ -31,22 +31,14 @@ class CollatedBatch:
     """[B, T]: each label's factor in the loss; None: 1."""
 
 
-def collate(rows: Sequence[Row], pad_token_id: int) -> CollatedBatch:
-    """Pad `rows` on the right to the longest. What `pad_token_id` is does not matter: it is masked and not trained."""
-    return _collated([[row] for row in rows], pad_token_id, packed=False)
-
-
-def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> CollatedBatch:
-    """Put the rows of each sequence end to end and pad on the right.
+def collate(sequences: Sequence[Sequence[Row]], pad_token_id: int, *, packed: bool) -> CollatedBatch:
+    """Put the rows of each sequence end to end, one where they are not `packed`, and pad on the right to the longest.
+    What `pad_token_id` is does not matter: it is masked and not trained.
 
     input_ids     a0 a1 a2 b0 b1  p  p
     position_ids   0  1  2  0  1  0  1
     labels         x a1 a2  x b1  x  x    a row's first token is never a label: the row before it must not predict it
     """
-    return _collated(sequences, pad_token_id, packed=True)
-
-
-def _collated(sequences: Sequence[Sequence[Row]], pad_token_id: int, *, packed: bool) -> CollatedBatch:
     lengths = np.array([sum(len(row.input_ids) for row in rows) for rows in sequences])
     shape = (len(sequences), int(lengths.max()))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)

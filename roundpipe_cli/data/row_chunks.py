@@ -192,12 +192,12 @@ MEDIA_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 """Where other tools put an image's, a video's or a sound's tokens. Rows with a column of files are refused."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChunkResult:
     """The kept rows of one chunk, a sequence each; of a row that is split several, of a pair the two answers."""
 
     places: npt.NDArray[np.int64]
-    """[sequences, 2]: place of the row within the chunk, from 0, ascending, and its number."""
+    """[sequences, 2]: place of the row within the chunk or source, from 0, ascending, and its number."""
     lengths: npt.NDArray[np.int64]
     """Tokens of each sequence, above 0."""
     input_ids: npt.NDArray[np.int32]
@@ -205,7 +205,7 @@ class ChunkResult:
     weights: npt.NDArray[np.float32]
     """Factors in the loss, as in `Encoded`."""
     report: SourceReport
-    """All rows of the chunk, also those that are not kept."""
+    """All rows, also those that are not kept."""
 
 
 class RowEncoder:

@@ -63,18 +63,12 @@ def _checked(sums: Sequence[str | OSError]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The kept rows of one source."""
+class Shard(ChunkResult):
+    """The kept rows of one source, mapped."""
 
-    input_ids: npt.NDArray[np.int32]
-    weights: npt.NDArray[np.float32]
-    places: npt.NDArray[np.int64]
-    """[rows, 2]: place among all rows of the source, from 0, ascending, and the row's number in there."""
-    lengths: npt.NDArray[np.int64]
     digests: tuple[str, ...]
     """SHA-256 over lengths, ids and weights: equal exactly if every row is. Of pairs, whose answers stand in turn, two:
     of the chosen rows and of the rejected ones."""
-    report: SourceReport
 
 
 class ShardWriter:
@@ -217,4 +211,4 @@ def _open(folder: Path, content: dict[str, Any]) -> Shard:
         arrays[name] = mapped
     rows, lengths = arrays["rows.bin"].reshape(-1, 2), np.array(arrays["lengths.bin"])
     digests, report = tuple(content["digests"]), SourceReport.from_json(content["report"])
-    return Shard(arrays["input_ids.bin"], arrays["weights.bin"], rows, lengths, digests, report)
+    return Shard(rows, lengths, arrays["input_ids.bin"], arrays["weights.bin"], report, digests)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from roundpipe_cli.data.batching import BatchSampler, RowBatch
-from roundpipe_cli.data.collate import collate, collate_packed, pad_token_id
+from roundpipe_cli.data.collate import collate, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.distillation import TeacherScores
@@ -51,7 +51,7 @@ def collate_rows(rows: Sequence[Row], pad: int) -> Microbatch:
 
 
 def _collated(sequences: Sequence[Sequence[Row]], pad: int, *, packs: bool) -> Microbatch:
-    made = collate_packed(sequences, pad) if packs else collate([row for [row] in sequences], pad)
+    made = collate(sequences, pad, packed=packs)
     position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
     lengths = torch.tensor([sum(len(row.input_ids) for row in sequence) for sequence in sequences])
     weights = None if made.weights is None else torch.from_numpy(made.weights)

@@ -119,13 +119,17 @@ def test_steps_are_counted_from_any_position_with_any_number_of_rows(packing: bo
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_position_is_the_one_after_its_epochs(packing: bool) -> None:
-    sampler = long_sampler(packing)
-    for _ in range(sampler.num_steps(2)):
-        place, done = sampler.position, sampler.epochs_done
-        assert sampler.position_after(done) == place
+def test_epochs_done_grow_to_a_whole_number_and_name_their_position(packing: bool) -> None:
+    """By the rows that were trained, packed or not: an epoch of 10,000 rows has three windows."""
+    sampler, rows, before = long_sampler(packing), 0, 0.0
+    while sampler.position.epoch < 2:
+        place = sampler.position
+        assert sampler.position_after(before) == place
         sampler.seek(place)
-        sampler.next_step()
+        rows += len(rows_of(sampler.next_step()))
+        assert before < sampler.epochs_done == pytest.approx(rows / 10_000, abs=1e-9 if not packing else 0.02)
+        before = sampler.epochs_done
+        assert not sampler.position.starts_epoch or before == sampler.position.epoch
     assert sampler.position_after(0.5 + 1e-9).epoch == 0 and sampler.position_after(2.0) == Position(2)
 
 
@@ -135,17 +139,6 @@ def test_packed_epochs_are_counted_one_by_one() -> None:
     sampler = BatchSampler(RowMix([5000], [1.0], 1, shuffle=True), 1, 1, packer)
     counts = [sampler.num_sequences(epoch) for epoch in range(3)]
     assert len(set(counts)) > 1 and sampler.num_steps(3) == sum(counts)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_epochs_done_grow_to_a_whole_number(packing: bool) -> None:
-    """By the rows that were trained, packed or not: an epoch of 10,000 rows has three windows."""
-    sampler, rows, before = long_sampler(packing), 0, 0.0
-    while sampler.position.epoch < 2:
-        rows += len(rows_of(sampler.next_step()))
-        assert before < sampler.epochs_done == pytest.approx(rows / 10_000, abs=1e-9 if not packing else 0.02)
-        before = sampler.epochs_done
-        assert not sampler.position.starts_epoch or before == sampler.position.epoch
 
 
 def test_a_position_that_smaller_data_no_longer_has_is_the_end_of_its_epoch() -> None:
@@ -294,7 +287,7 @@ def make_row(row_id: int, ids: list[int], labels: list[int]) -> Row:
 
 
 def test_collate_pads_on_the_right() -> None:
-    batch = collate([make_row(7, [1, 2, 3], [-100, 2, 3]), make_row(3, [4], [4])], pad_token_id=9)
+    batch = collate([[make_row(7, [1, 2, 3], [-100, 2, 3])], [make_row(3, [4], [4])]], 9, packed=False)
     assert batch.input_ids.tolist() == [[1, 2, 3], [4, 9, 9]]
     assert batch.labels.tolist() == [[-100, 2, 3], [4, -100, -100]]
     assert batch.attention_mask is not None and batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
@@ -303,9 +296,9 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.num_target_tokens == 2  # the label of a first token has nothing before it to be predicted from
     assert batch.position_ids is None
     # a pad that is also EOS is never trained
-    batch = collate([make_row(0, [1, 2, 5], [-100, 2, 5]), make_row(1, [1, 5], [-100, 5])], pad_token_id=5)
+    batch = collate([[make_row(0, [1, 2, 5], [-100, 2, 5])], [make_row(1, [1, 5], [-100, 5])]], 5, packed=False)
     assert batch.labels.tolist() == [[-100, 2, 5], [-100, 5, -100]]
-    even = collate([make_row(0, [1, 2], [1, 2]), make_row(1, [3, 4], [-100, 4])], pad_token_id=0)
+    even = collate([[make_row(0, [1, 2], [1, 2])], [make_row(1, [3, 4], [-100, 4])]], 0, packed=False)
     assert even.attention_mask is None and even.num_target_tokens == 2, "without padding there is no mask"
 
 
