@@ -26,11 +26,10 @@ from roundpipe_cli.recipe.convert_rules import (
     TABLES,
     TOOLS,
     UNKNOWN,
+    WITH_REFERENCE,
     Conversion,
     Job,
     Tool,
-    compares,
-    has_reference,
     job_of,
     reads_loss_key,
     short,
@@ -82,7 +81,12 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
         yield objective, "pref_loss" if (key, data[key]) == ("stage", PAIR_STAGE) else key
-    if tool == "trl" and known is not None and not compares(known) and not is_off(data.get("label_smoothing")):
+    if (
+        tool == "trl"
+        and known is not None
+        and known not in SCORING_OBJECTIVES
+        and not is_off(data.get("label_smoothing"))
+    ):
         yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
     for key, value in data.items():
         is_read = known is not None and reads_loss_key(key, known, tool)
@@ -139,8 +143,8 @@ def convert_file(
     if is_unsloth:
         note = "A file of Unsloth's command line: its sections stand for TRL's arguments, named so here."
         result.notes.append(note)
-    if has_reference(job) and not result.is_lora:
-        without = either(objective for objective in SCORING_OBJECTIVES if not has_reference(objective))
+    if job in WITH_REFERENCE and not result.is_lora:
+        without = either(objective for objective in SCORING_OBJECTIVES if objective not in WITH_REFERENCE)
         raise RefusedError(
             f"{job} of all weights needs a second model as the reference, which is not offered",
             where=name,
@@ -164,7 +168,7 @@ def convert_file(
             result.convert(key, value)
         else:  # called like a key of TRL's or of recipes, but Unsloth has none of that name
             result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
-    if compares(job):
+    if job in SCORING_OBJECTIVES:
         result.values.setdefault("objective", job)
     if eval_datasets:
         result.put("eval_datasets", eval_datasets, "eval_datasets", eval_datasets)

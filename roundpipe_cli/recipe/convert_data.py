@@ -10,7 +10,7 @@ from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.recipe.convert_rules import TABLES, Conversion, is_labelled, is_pairs
+from roundpipe_cli.recipe.convert_rules import LABELLED, PAIRED, TABLES, Conversion
 from roundpipe_cli.recipe.foreign import TEMPLATED, answer_of, is_off
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
@@ -47,7 +47,7 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
     else:
         wanted = "dataset_name or dataset_mixture"
         both = _trl_datasets(result), _trl_eval_datasets(result)
-        more = {"type": "preference"} if is_pairs(result.job) else {}
+        more = {"type": "preference"} if result.job in PAIRED else {}
     if not both[0]:
         found = f"{wanted}: {shown_value(data[wanted])}" if wanted in data else f"no {wanted}"
         what, hint = "this file names no rows to train on", f"write into the file: {TABLES['examples'][wanted]}"
@@ -145,13 +145,13 @@ def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]
     columns: dict[str, str] = {}
     if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
         item |= kind
-    if is_pairs(result.job):
+    if result.job in PAIRED:
         entry["type"] = "preference"
         if not isinstance(kind, dict):
             columns = _shape(str(kind or ""), where, result)
         _kind_of_messages(item, f"{result.name}: {where}")
         return _finished(entry, item, where, result, columns=columns, known=TABLES["axolotl columns"]["pair"])
-    if is_labelled(result.job):  # prompt, completion and label, whatever the type
+    if result.job in LABELLED:  # prompt, completion and label, whatever the type
         shape = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
         entry["type"] = "chat" if shape == "argilla_chat" else "prompt_completion"
         columns = {"prompt": TABLES["axolotl prompts"]["labelled"].get(shape, "prompt"), "completion": "completion"}
@@ -321,7 +321,7 @@ def _factory_datasets(key: str, result: Conversion) -> list[Entry]:
         if paths and not is_online:
             result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
         plain: Entry = {"type": "alpaca" if is_online else "auto", "alpaca_join": "newline"}
-        if is_pairs(job):
+        if job in PAIRED:
             plain["type"] = "preference"
         elif job == "pretraining":
             plain = {"type": "text", **({"columns": {"text": "instruction"}} if is_online else {})}
@@ -382,7 +382,7 @@ def _with_weights(entries: list[Entry], given: Any) -> list[Entry]:
 
 def _table_entry(dataset: str, known: Mapping[str, Any], folder: str, result: Conversion) -> Entry:
     """One dataset of the table."""
-    where, job, has_pairs = f"{result.name}: dataset {dataset}", result.job, is_pairs(result.job)
+    where, job, has_pairs = f"{result.name}: dataset {dataset}", result.job, result.job in PAIRED
     given = known.get("columns")
     columns = {key: column for key, column in given.items() if not is_off(column)} if isinstance(given, dict) else None
     for what, key, expected in _faults(known, columns, result):
@@ -408,7 +408,7 @@ def _table_entry(dataset: str, known: Mapping[str, Any], folder: str, result: Co
     if has_pairs:
         names.pop("response", None)
         names |= {"chosen": "chosen", "rejected": "rejected"}
-    if is_labelled(job):
+    if job in LABELLED:
         names["kto_tag"] = "label"
     said = {**TABLES["factory columns unsaid"].get(kind, {}), **(columns or {})}
     for key in (key for key in said if key not in names):
@@ -427,7 +427,7 @@ def _faults(
     known: Mapping[str, Any], columns: Mapping[str, Any] | None, result: Conversion
 ) -> Iterator[tuple[str, str, str]]:
     """(what, key, what is expected) of all for which a dataset of the table is not trained, or cannot be read here."""
-    is_pretraining, has_pairs, named = result.job == "pretraining", is_pairs(result.job), columns or {}
+    is_pretraining, has_pairs, named = result.job == "pretraining", result.job in PAIRED, columns or {}
     formatting = known.get("formatting") or "alpaca"
     for media in [key for key in ("images", "videos", "audios") if key in named]:
         yield "this dataset has images, video or sound", f"columns.{media}", "rows of text"
@@ -436,7 +436,7 @@ def _faults(
     if has_pairs and signs[:3] != ["ranking", "columns.chosen", "columns.rejected"]:
         expected = "ranking: true, columns.chosen, columns.rejected"
         yield "this dataset has no pairs of answers", "ranking", expected
-    if is_labelled(result.job):
+    if result.job in LABELLED:
         if signs != ["columns.kto_tag"]:
             yield "this dataset has no labels of its answers", "columns.kto_tag", "columns.kto_tag, and no pairs"
     elif signs and not has_pairs:

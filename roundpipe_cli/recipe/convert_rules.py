@@ -63,11 +63,13 @@ def _if_true(writes: Writes) -> Rule:
 # A tool reads such a key in one kind of job. Elsewhere it changes nothing, and neither does it here.
 
 Job = Objective | Literal["pretraining"]
-_OF_PAIRS = objectives_of("pair")
+PAIRED, LABELLED = objectives_of("pair"), objectives_of("labelled")
+"""Jobs whose rows are a chosen and a rejected answer, or an answer with a label."""
+WITH_REFERENCE = tuple(name for name, kind in OBJECTIVES.items() if kind.needs_reference)
+"""Jobs that compare with a reference model."""
 PAIR_STAGE = "dpo"
 """LLaMA-Factory's `stage` and axolotl's `rl` beside which another key may name the loss."""
-_LABELLED = objectives_of("labelled")
-_STAGES: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining", **{name: name for name in _LABELLED}}
+_STAGES: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining", **{name: name for name in LABELLED}}
 _LOSSES: Mapping[str, Job] = {kind.loss_type: name for name, kind in OBJECTIVES.items() if kind.loss_type}
 """LLaMA-Factory's `pref_loss`, axolotl's `dpo_loss_type` and TRL's `loss_type`, of which ORPO's is another trainer."""
 
@@ -89,26 +91,6 @@ def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     sft = (None, "nll", "chunked_nll", "dft")
     return "sft" if loss in sft else _LOSSES.get(str(loss))
-
-
-def compares(job: Job | None) -> bool:
-    """Whether the loss of this job is of whole answers."""
-    return job in SCORING_OBJECTIVES
-
-
-def is_pairs(job: Job | None) -> bool:
-    """Whether a row of this job is a chosen and a rejected answer."""
-    return job in _OF_PAIRS
-
-
-def is_labelled(job: Job | None) -> bool:
-    """Whether a row of this job is an answer with a label."""
-    return job in _LABELLED
-
-
-def has_reference(job: Job | None) -> bool:
-    """Whether this job compares with a reference model."""
-    return any(name == job and kind.needs_reference for name, kind in OBJECTIVES.items())
 
 
 def _settings_named(key: str) -> Mapping[str, str]:
@@ -144,7 +126,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 
     The files of TRL do not say for which of its programs they are: there, such a key is a sign of another job.
     """
-    if compares(job) or key not in LOSS_KEYS:
+    if job in SCORING_OBJECTIVES or key not in LOSS_KEYS:
         return key in LOSS_KEYS
     return key not in _OF_SFT and tool != "trl" and not (tool == "axolotl" and key in ("trl", "reward_model"))
 
@@ -152,7 +134,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     """The keys that a key of such losses becomes; nothing where the job does not read it."""
     meant = LOSS_KEYS[key]
-    if not compares(job) or (key == "dpo_loss_type" and not has_reference(job)):
+    if job not in SCORING_OBJECTIVES or (key == "dpo_loss_type" and job not in WITH_REFERENCE):
         return {}
     if meant == "objective":
         return {"objective": job}
@@ -169,7 +151,7 @@ def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     if not isinstance(meant, str):
         return {meant[job]: value} if job in meant and value is not None else {}
     is_usual = is_off(value) or value in (0, 0.0, data.get("model_name_or_path"), "reverse_kl")
-    if is_usual or (meant == _REFERENCE and not has_reference(job)):
+    if is_usual or (meant == _REFERENCE and job not in WITH_REFERENCE):
         return {}
     raise LeaveOutError("no counterpart here", meant)
 
@@ -221,7 +203,7 @@ def _adapters(value: Any, data: Data) -> Writes:
         raise LeaveOutError("merge them into the model first", "the base weights are without those adapters")
     writes = {"lora.start_from": value}
     what = "this adapter is the reference; LLaMA-Factory's is the base model below it"
-    return Partly(writes, what) if has_reference(job_of(data, "llama-factory")) else writes
+    return Partly(writes, what) if job_of(data, "llama-factory") in WITH_REFERENCE else writes
 
 
 def _packing(value: Any, data: Data) -> Writes:
@@ -560,16 +542,12 @@ class Conversion:
 
     def convert(self, key: str, value: Any) -> None:
         """One line of the file into the recipe's values or one of the lists."""
-        is_of_loss = reads_loss_key(key, self.job, self.tool)
+        writes: Writes = {}
         try:
-            if value is None:
-                writes: Writes = {}
-            else:
-                writes = (
-                    _loss_writes(key, value, self.data, self.job)
-                    if is_of_loss
-                    else applied(rule_of(key), value, self.data)
-                )
+            if value is not None and reads_loss_key(key, self.job, self.tool):
+                writes = _loss_writes(key, value, self.data, self.job)
+            elif value is not None:
+                writes = applied(rule_of(key), value, self.data)
         except ValueError as error:
             change = error.change if isinstance(error, LeaveOutError) else f"not {short(value)}"
             self.leave_out(key, value, str(error), change=change)
