@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -165,13 +164,13 @@ def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -
     assert trained_text(byte_tokenizer(), pairs_of(pairs, byte_tokenizer())[0]) == (HI + "Yo</s>\n", "Yo</s>")
 
 
-def write_csv(path: Path, row: dict[str, Any], delimiter: str = ",") -> Path:
-    """One row, with the JSON text of what is no text."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerow(row)
-        writer.writerow(value if isinstance(value, str) else json.dumps(value) for value in row.values())
-    return path
+def as_texts(row: dict[str, Any]) -> dict[str, str]:
+    """The row with the JSON text of what is no text."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+
+
+def write_csv(path: Path, row: dict[str, Any]) -> Path:
+    return write_rows(path, [as_texts(row)])
 
 
 def test_lists_as_json_text_in_csv(tmp_path: Path) -> None:
@@ -179,9 +178,9 @@ def test_lists_as_json_text_in_csv(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
     specs = []
     for number, (row, _) in enumerate(OPENED.values()):
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
-        paths = write_csv(tmp_path / f"{number}.csv", row), write_rows(tmp_path / f"{number}.jsonl", [texts])
-        specs += [DatasetSpec(str(path)) for path in paths]
+        specs += [
+            DatasetSpec(str(write_rows(tmp_path / f"{number}{end}", [as_texts(row)]))) for end in (".csv", ".jsonl")
+        ]
     dataset = build_dataset(DataSettings(tuple(specs), 1000), tokenizer)
     for index, (name, (_, prompt)) in enumerate(one for one in OPENED.items() for _ in range(2)):
         expected = "B</s>Yo</s>" if "\nB" in prompt else "Yo</s>"
@@ -256,14 +255,7 @@ def test_words_for_nothing_are_counted(tmp_path: Path, ending: str) -> None:
     """Story: what pandas or a spreadsheet writes for an empty cell was trained as a word, and nobody knew."""
     rows = [{"instruction": "Hi", "input": word, "output": "Yo"} for word in ["", *NOTHING, "None of it", "nano"]]
     rows += [{"instruction": "Hi", "input": "", "output": "nan"}]
-    path = tmp_path / f"x{ending}"
-    if ending == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        write_rows(path, rows)
+    path = write_rows(tmp_path / f"x{ending}", rows)
     dataset = build(path, tokenizer := byte_tokenizer())
     first = 3 if ending == ".csv" else 2
     assert dataset.report.sources[0].null_word_rows == [*range(first, first + len(NOTHING)), first + len(NOTHING) + 2]

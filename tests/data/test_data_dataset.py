@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -69,8 +70,18 @@ class WithoutOffsets:
         return self._tokenizer(text, **options)
 
 
-def write_rows(path: Path, rows: Sequence[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path: Path, rows: Sequence[Any]) -> Path:
+    """The rows in a file of the kind that its name says."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
     return path
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from datasets import Dataset
 
@@ -82,16 +80,16 @@ def test_what_is_trained_of_a_row(tmp_path: Path, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_arguments_and_tools_with_a_number_that_json_lacks_are_bad_rows(tmp_path: Path, number: str) -> None:
     """Story: Python reads and writes `NaN`, so the model learnt a call that no other program can read."""
-    user = '{"role": "user", "content": "x"}'
+    rows, user = list[str](), '{"role": "user", "content": "x"}'
     for arguments in (f'{{"a": [{number}]}}', json.dumps(f'{{"a": {number}}}')):
         call = f'{{"role": "assistant", "content": "", "tool_calls": [{{"name": "add", "arguments": {arguments}}}]}}'
-        (tmp_path / "x.jsonl").write_text(f'{{"messages": [{user}, {call}]}}')
-        with pytest.raises(RefusedError, match="JSON has no such number"):
-            build_dataset(DataSettings((DatasetSpec(str(tmp_path / "x.jsonl")),), 1000), byte_tokenizer(template=CALLS))
+        rows.append(f'{{"messages": [{user}, {call}]}}')
     tools = f'[{{"name": "add", "parameters": {{"minimum": {number}}}}}]'
-    (tmp_path / "x.jsonl").write_text(f'{{"prompt": "x", "completion": "y", "tools": {tools}}}')
-    with pytest.raises(RefusedError, match="JSON has no such number"):
+    rows.append(f'{{"messages": [{user}, {{"role": "assistant", "content": "y"}}], "tools": {tools}}}')
+    (tmp_path / "x.jsonl").write_text("\n".join(rows))
+    with pytest.raises(RefusedError) as caught:
         build_dataset(DataSettings((DatasetSpec(str(tmp_path / "x.jsonl")),), 1000), byte_tokenizer(template=CALLS))
+    assert len(caught.value.problems) == 4 and str(caught.value).count("JSON has no such number") == 3
 
 
 NULLS = {"a": None, "of": [None, {"b": None}]}
@@ -108,11 +106,7 @@ def test_nulls_of_calls_and_schemas_are_kept(tmp_path: Path, written: str) -> No
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
     tokenizer = byte_tokenizer(template=ALL_OF_TOOLS)
     path = tmp_path / ("x.parquet" if written == "text in a table" else "x.json" if written == "list" else "x.jsonl")
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    else:
-        path.write_text(json.dumps([row] if written == "list" else row))
-    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 1000), tokenizer)
+    dataset = build_dataset(DataSettings((DatasetSpec(str(write_rows(path, [row]))),), 1000), tokenizer)
     assert marked(tokenizer, dataset.rows[0]) == (
         'function:{"name": "add", "parameters": {"type": "object", "default": null}}\n<s>user\nHi</s>\n<s>assistant\n'
         '[[add{"a": null, "of": [null, {"b": null}]}</s>]]\n'
@@ -127,13 +121,11 @@ def test_nulls_that_a_table_added_are_left_out(tmp_path: Path) -> None:
         {"calls": [{"name": "stop", "arguments": {}}], "list": None, "none": {"x": None}, "text": None},
     ]
     expected = [*rows[:2], {**rows[2], "none": {}}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    assert [row.columns for row in read_file(tmp_path / "x.parquet")] == expected
+    assert [row.columns for row in read_file(write_rows(tmp_path / "x.parquet", rows))] == expected
     table = Dataset.from_list(rows)
     assert [row.columns for row in Source("hub", None, DatasetSpec("me/rows"), True, _table=table).rows()] == expected
     image = {"image": {"bytes": None, "path": "a.png"}}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([image]), tmp_path / "image.parquet")
-    assert next(read_file(tmp_path / "image.parquet")).columns == image
+    assert next(read_file(write_rows(tmp_path / "image.parquet", [image]))).columns == image
 
 
 @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this `datasets` stores no objects as JSON")

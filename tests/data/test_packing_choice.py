@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from roundpipe_cli.train.prepare.rows import read_rows
 from roundpipe_cli.train.prepare.setup import with_packing
 from roundpipe_cli.train.prepare.steps import rows_of_steps, usual_step
 from roundpipe_cli.train.run_length import UNDECIDED, length_of, run_length
+from tests.data.test_data_dataset import write_rows
 from tests.support.tiny import tiny_config
 
 NEEDS = load_text(
@@ -102,22 +101,6 @@ def tokenizer() -> Any:
 def parts() -> tuple[torch.nn.Module, ModelSplit]:
     model = build_skeleton(tiny_config("llama", max_position_embeddings=8192), torch.float32)
     return model, split_model(model)
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        lines = [json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
 
 
 @pytest.mark.parametrize(("num_rows", "words", "form", "file", "keys"), SETS)
