@@ -609,8 +609,8 @@ def count_rows(path: Path, spec: DatasetSpec = PLAIN) -> RowCount | None:
     """
     suffix, progress = known_suffix(path), ReadProgress()
     try:
-        if not path.stat().st_size:
-            return RowCount(0, 0)
+        if not path.stat().st_size or suffix is None:
+            return RowCount(0, 0) if suffix else None
         if suffix == ".parquet":
             return RowCount(_parquet_head(path, COUNT_HEAD_S).num_rows, 0)
         most = MAX_PARSED_BYTES if suffix in (".json", *TABLES) else MAX_COUNTED_BYTES
@@ -620,25 +620,19 @@ def count_rows(path: Path, spec: DatasetSpec = PLAIN) -> RowCount | None:
         is_whole = len(head) <= most
         if suffix == ".json" and head.lstrip(b" \t\r\n").startswith(b"["):
             return RowCount(len(json.loads(head)), len(head)) if is_whole else None
-        rows = _rows_in(head, path, spec)
+        if suffix == ".txt":
+            rows = sum(1 for _ in text_rows(io.BytesIO(head), spec.txt_rows, path))
+        elif suffix in TABLES:
+            text, form = io.StringIO(head.decode("utf-8-sig", errors="replace"), newline=""), table_form(path, spec)
+            filled = sum(map(bool, csv.reader(text, delimiter=form.delimiter)))
+            rows = max(0, filled - (form.header is None))
+        else:
+            rows = sum(1 for line in head.split(b"\n") if line.strip())
     except (OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, RefusedError):
         return None
-    if rows is None or is_whole or not read:
-        return None if rows is None else RowCount(rows, len(head))
+    if is_whole or not read:
+        return RowCount(rows, len(head))
     return RowCount(round(rows * size / read), round(len(head) * size / read), is_exact=False)
-
-
-def _rows_in(head: bytes, path: Path, spec: DatasetSpec) -> int | None:
-    """Rows of the start of a file; None for a kind of file that is not counted."""
-    suffix = known_suffix(path)
-    if suffix in (".jsonl", ".ndjson", ".json"):
-        return sum(1 for line in head.split(b"\n") if line.strip())
-    if suffix in TABLES:
-        text, form = io.StringIO(head.decode("utf-8-sig", errors="replace"), newline=""), table_form(path, spec)
-        return max(0, sum(1 for row in csv.reader(text, delimiter=form.delimiter) if row) - (form.header is None))
-    if suffix != ".txt":
-        return None
-    return sum(1 for _ in text_rows(io.BytesIO(head), spec.txt_rows, path))
 
 
 class _ParquetHead(NamedTuple):

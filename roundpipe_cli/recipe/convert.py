@@ -81,31 +81,20 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
         yield objective, "pref_loss" if (key, data[key]) == ("stage", PAIR_STAGE) else key
-    if (
-        tool == "trl"
-        and known is not None
-        and known not in SCORING_OBJECTIVES
-        and not is_off(data.get("label_smoothing"))
-    ):
+    if tool == "trl" and known in ("sft", "pretraining") and not is_off(data.get("label_smoothing")):
         yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
     for key, value in data.items():
         is_read = known is not None and reads_loss_key(key, known, tool)
         other = other_job(key, value)
         if other and not is_read and (key != "adapter" or tool == "axolotl"):
             yield other, key
-    if tool == "llama-factory" or data.get("do_train") is False:
-        yield from _without_training(data, tool)
-
-
-def _without_training(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]:
-    """Files that train nothing: LLaMA-Factory's for inference, evaluation and prediction."""
-    does_train = data.get("do_train")
+    does_train, of_factory = data.get("do_train"), tool == "llama-factory"
     other = next((key for key in ("do_predict", "do_eval", "predict_with_generate") if data.get(key) is True), None)
     if does_train is False:
         yield EVALUATION if other else "no training", "do_train"
-    if does_train is None and other is not None:
+    if does_train is None and other is not None and of_factory:
         yield EVALUATION, f"{other}: true, and no do_train: true"
-    if tool == "llama-factory" and is_off(data.get("dataset")):
+    if of_factory and is_off(data.get("dataset")):
         yield "inference, a chat or an API", "no dataset, stage and do_train" if does_train is None else "no dataset"
 
 
