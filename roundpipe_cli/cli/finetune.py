@@ -60,7 +60,8 @@ def summary(report: Mapping[str, Any]) -> str:
     elif loss.get("last") is not None:
         parts.append(f"last loss {format_loss(loss['last'])}")
     if isinstance(best := evaluation.get("best_loss"), (int, float)):
-        parts.append(f"best evaluation {format_loss(best)}")
+        alone = " (cross entropy alone)" if evaluation.get("leaves_out_teacher") else ""
+        parts.append(f"best evaluation {format_loss(best)}{alone}")
     speeds = []
     if measured.get("tokens_per_s"):
         speeds.append(f"{measured['tokens_per_s']:,.0f} tokens/s")

@@ -156,18 +156,21 @@ def evaluation_line(event: events.EvaluationFinished) -> str:
 def step_line(event: events.StepFinished, now_s: float, width: int | None = None) -> str:
     """`step 12/100  epoch 0.36  loss 1.2345  ...  eta 3m10s at 14:32`.
 
-    Of preference pairs it tells the margin, which is to grow, in place of the gradient norm.
+    Of preference pairs it tells the margin, which is to grow, in place of the gradient norm; with a teacher, the
+    divergence from it.
 
     Args:
         width: of a terminal, on one row of which the line stays: the figures that say least are left out.
     """
-    margin = (event.preference or {}).get("reward_margin")
+    compared = event.preference or {}
+    margin = compared.get("reward_margin")
     digits = len(str(event.num_steps))
     left = format_seconds(round(event.eta_s)) if event.eta_s >= 1 else "0 s"
     figures = [
         f"step {event.step:>{digits}}/{event.num_steps}",
         *([] if event.epoch is None else [f"epoch {event.epoch:.2f}"]),
         f"loss {format_loss(event.loss)}",
+        *([f"kl {compared['kl']:.3g}"] if margin is None and "kl" in compared else []),
         f"grad {event.grad_norm:.2g}" if margin is None else f"margin {margin:.3f}",
         f"lr {event.learning_rate:.1e}",
         f"{event.tokens_per_s:.0f} tok/s",

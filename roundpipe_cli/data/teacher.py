@@ -80,7 +80,7 @@ class Teacher:
     arrays: TargetFigures
     """Figures of all rows end to end; none where they were only checked."""
     content_hash: str
-    """SHA-256 over all tables' digests and figures."""
+    """SHA-256 over all rows' digests and figures, whatever the tables that hold them."""
     mean_left: float
     """Mean probability of the tokens that were not kept."""
 
@@ -115,7 +115,8 @@ def open_teacher(folder: Path, header: Mapping[str, Any], *, num_tokens: int, co
         RefusedError: they are not whole, or of tokens that the student does not have.
         ResourceError: the disk is full.
     """
-    ends, digests, arrays, digest, sums = [0], list[str](), TargetFigures(), hashlib.sha256(), 0.0
+    ends, digests, arrays, sums = [0], list[str](), TargetFigures(), 0.0
+    hashes = [hashlib.sha256() for _ in COLUMNS]
     with ExitStack() as stack:
         try:
             names = () if copy_to is None else COLUMNS
@@ -125,7 +126,8 @@ def open_teacher(folder: Path, header: Mapping[str, Any], *, num_tokens: int, co
                 digests += rows
                 ends += (ends[-1] + np.cumsum(counts)).tolist()
                 sums += float(parts[-1].sum(dtype=np.float64))
-                digest.update("".join(rows).encode() + b"".join(part.tobytes() for part in parts))
+                for one, part in zip(hashes, parts, strict=True):
+                    one.update(part.tobytes())
                 for file, part in zip(files, parts, strict=False):
                     file.write(part.tobytes())
             for file, kind in zip(files, COLUMNS.values(), strict=False):
@@ -138,7 +140,8 @@ def open_teacher(folder: Path, header: Mapping[str, Any], *, num_tokens: int, co
         raise RefusedError(what, where=str(folder), found=found, hint="the command that made it, again: it continues")
     places = dict(zip(digests, zip(ends, ends[1:], strict=False), strict=True))
     arrays = [one if one.dtype == np.float32 else one.reshape(-1, header["top_k"]) for one in arrays]
-    return Teacher(folder, header, places, arrays, digest.hexdigest(), sums / max(1, ends[-1]))
+    content = hashlib.sha256("".join([*digests, *(one.hexdigest() for one in hashes)]).encode()).hexdigest()
+    return Teacher(folder, header, places, arrays, content, sums / max(1, ends[-1]))
 
 
 def _table(path: Path, top_k: int, num_tokens: int) -> tuple[list[str], npt.NDArray[Any], TargetFigures]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,13 @@ class ParityRefusedError(RefusedError):
 
 
 def prove(
-    model: nn.Module, split: ModelSplit, *, packing: bool = False, chunks: bool = False, fused: bool = False
+    model: nn.Module,
+    split: ModelSplit,
+    *,
+    packing: bool = False,
+    chunks: bool = False,
+    fused: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Proof:
     """Compare the engine with the model itself.
 
@@ -98,11 +105,16 @@ def prove(
         packing: several rows to a sequence; they are compared with the model's own results for each row alone.
         chunks: sequences in chunks; they are compared with the model's own results for whole ones.
         fused: the engine computes by fused operators, as far as they are known to suit the model.
+        tell: takes the number of each comparison that begins, of how many.
 
     Raises:
         ParityRefusedError: they differ, or the engine fails where the model does not.
         ResourceError: it ran out of memory.
     """
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    count = 1 + (dtype != torch.float32) + packing + chunks
+    begun = partial(next, (tell(f"{number} of {count}") for number in range(1, count + 1)))
+    begun()
     reduced = reduce_model(model, split)
     if reduced.num_parameters > LIMIT_PARAMETERS:
         return Proof(0.0, 0.0, f"one block of each kind has {reduced.num_parameters} parameters, too many to try")
@@ -110,13 +122,14 @@ def prove(
     if fused:
         reduced = replace(reduced, fused=find_fused_ops(reduced.model, split))
     both = _Both(reduced, split, weights)
+    ways = [("packed rows do not see each other", _packed_piece(reduced.vocab_size), 1)] if packing else []
+    if chunks:
+        piece = _packed_piece(reduced.vocab_size) if packing else _piece(reduced.vocab_size, 2, LONG, 5)
+        ways.append(("chunks compute what whole sequences do", piece, NUM_CHUNKS))
     try:
-        proof = _prove(both)
-        ways = [("packed rows do not see each other", _packed_piece(reduced.vocab_size), 1)] if packing else []
-        if chunks:
-            piece = _packed_piece(reduced.vocab_size) if packing else _piece(reduced.vocab_size, 2, LONG, 5)
-            ways.append(("chunks compute what whole sequences do", piece, NUM_CHUNKS))
+        proof = _prove(both, begun)
         for what, piece, num_chunks in ways:
+            begun()
             if not _prove_other_way(both, piece, num_chunks=num_chunks) and not proof.unproven:
                 return replace(proof, unproven=f"that {what} was not compared: the model draws random numbers")
         return proof
@@ -129,7 +142,7 @@ def prove(
         return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
 
 
-def _prove(both: _Both) -> Proof:
+def _prove(both: _Both, begun: Callable[[], None]) -> Proof:
     exact = both if both.dtype == torch.float32 else both.in_float32()
     limit = position_limit(both.reduced.model)
     pieces = usual_pieces(both.reduced.vocab_size)
@@ -149,6 +162,7 @@ def _prove(both: _Both) -> Proof:
         _check(errors, allowed, "float32", _smaller(differences(again, plain), differences(again, wide)))
     unproven = ""
     if both.dtype != torch.float32:
+        begun()
         try:
             _check_16_bit(both, exact)
         except _PlainFailed as error:

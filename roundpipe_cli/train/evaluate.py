@@ -223,6 +223,7 @@ class Evaluator:
             "best_step": seen.best_step,
             "result_is_best": result_step is not None and result_step == seen.best_step,
             "stopped_early": self.exhausted,
+            "leaves_out_teacher": self._setup.teacher is not None,
         }
 
     def state(self) -> dict[str, Any]:

@@ -192,7 +192,9 @@ def test_a_model_that_the_engine_cannot_train_as_it_is_is_refused_by_name(kind: 
     ],
 )
 def test_models_in_16_bit_are_accepted(model_type: str, dtype: torch.dtype) -> None:
-    proof = prove(*skeleton_of(tiny_config(model_type), dtype))
+    told: list[str] = []
+    proof = prove(*skeleton_of(tiny_config(model_type), dtype), tell=told.append)
+    assert told == ["1 of 2", "2 of 2"]
     assert proof.unproven == "" and proof.gradient_error < 1e-4
 
 

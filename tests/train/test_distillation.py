@@ -151,7 +151,7 @@ def test_evaluations_say_cross_entropy_and_divergence(scored: Path) -> None:
     """The first is that of a run on labels alone; rows without scores are evaluated by it alone, and `data` tells."""
     words = ("max_steps=2", "learning_rate=1e-30", "eval_datasets=[{path: rows.jsonl}]")
     done = finetune(scored, *words, "output_dir=taught").expect(0)
-    finetune(scored, *words, "objective=sft", "output_dir=labels").expect(0)
+    labels = finetune(scored, *words, "objective=sft", "output_dir=labels").expect(0)
     (row,), (other,) = (
         [json.loads(line) for line in (scored / name / "eval.jsonl").read_text().splitlines()]
         for name in ("taught", "labels")
@@ -159,6 +159,8 @@ def test_evaluations_say_cross_entropy_and_divergence(scored: Path) -> None:
     assert row["loss_hex"] == other["loss_hex"] and row["perplexity"] == other["perplexity"] and "kl" not in other
     assert "last kl" in (scored / "taught" / "report.html").read_text()
     assert row["kl"] > 0 and re.search(r"perplexity \S+  kl \d", done.out + done.err)
+    assert re.search(r"step 1/2 .* loss \S+  kl \S+  grad", done.out) and "(cross entropy alone)" in done.err
+    assert "cross entropy alone" not in labels.err
     shown = run(scored, "data", "recipe.yaml", "--json").expect(0)
     assert any("5 tokens at each place" in note for note in json.loads(shown.out)["notices"])
     write_rows(scored / "others.jsonl", 12)
@@ -172,6 +174,11 @@ def test_a_resume_takes_scores_elsewhere_and_refuses_others(scored: Path) -> Non
     (scored / "moved").mkdir()
     for path in (scored / "scores").iterdir():
         (scored / "moved" / path.name).write_bytes(path.read_bytes())
+    first = min((scored / "moved").glob("tokens-*"))
+    table = parquet.read_table(first)
+    assert table.num_rows > 1
+    for start, path in enumerate((first, first.with_name("tokens-000000001.parquet"))):  # cut into other windows
+        parquet.write_table(table.slice(start, None if start else 1), path)
     finetune(scored, *words, "max_steps=2", "distill.teacher=moved", "--resume").expect(0)
     changed(scored / "moved", lambda table: rearranged(table, lambda all_: all_, flip=-1))
     done = finetune(scored, *words, "max_steps=3", "distill.teacher=moved", "--resume")

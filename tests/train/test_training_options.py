@@ -299,7 +299,7 @@ def test_dropout_and_another_scale_reach_an_adapter_that_is_trained_further(fold
     for alpha in (7.25, 9.75):  # of no other test
         path.write_text(json.dumps({**config, "lora_alpha": alpha}))
         setup = setup_of(folder, *_start(folder), "lora.dropout=0.5", tell=told.append)
-    assert "p=0.5" in str(setup.model) and sum("comparing the engine" in str(event) for event in told) == 2
+    assert "p=0.5" in str(setup.model) and sum("backward: 1 of 1" in str(event) for event in told) == 2
 
 
 @pytest.mark.parametrize(("init", "deviation"), [("default", (3 * 64) ** -0.5), ("gaussian", 1 / 4)])

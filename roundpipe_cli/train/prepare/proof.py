@@ -23,6 +23,7 @@ from roundpipe_cli.watchdog import at_work
 
 FORMAT = 6
 """Version of the files; raised when a proof gets another meaning."""
+WORK = "comparing the engine with the model's own forward and backward"
 LIBRARIES = ("torch", "transformers", "peft")
 
 BuildModel = Callable[[Any], tuple[nn.Module, ModelSplit]]
@@ -43,9 +44,8 @@ def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build
     if (known := kept.load()) is not None:
         proof = Proof(**known)
     else:
-        tell(Phase("comparing the engine with the model's own forward and backward"))
-        with at_work("comparing the engine with the model's own forward and backward"):
-            proof = _prove_by_kernels(model, split, recipe, build)
+        with at_work(WORK):
+            proof = _prove_by_kernels(model, split, recipe, build, lambda text: tell(Phase(f"{WORK}: {text}")))
         kept.save(asdict(proof))
     if proof.unproven:
         tell(Notice(f"not proven that this model trains as its own code does: {proof.unproven}"))
@@ -66,19 +66,21 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
         )
 
 
-def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel) -> Proof:
+def _prove_by_kernels(
+    model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel, say: Callable[[str], None]
+) -> Proof:
     """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
     ways = {"packing": recipe.packs, "chunks": recipe.pipeline.num_chunks > 1}
     not_fused = ""
     if recipe.kernels == "auto":
         try:
-            return _prove(model, split, build, **ways, fused=True)
+            return _prove(model, split, build, **ways, fused=True, tell=say)
         except ParityRefusedError as error:
             not_fused = f"{error.problems[0].where}: {error.problems[0].found}"
-    return replace(_prove(model, split, build, **ways, fused=False), not_fused=not_fused)
+    return replace(_prove(model, split, build, **ways, fused=False, tell=say), not_fused=not_fused)
 
 
-def _prove(model: nn.Module, split: ModelSplit, build: BuildModel, **how: bool) -> Proof:
+def _prove(model: nn.Module, split: ModelSplit, build: BuildModel, **how: Any) -> Proof:
     """The proof of the model itself, or of the first narrower one that works."""
     if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
         for smaller, its_split in _narrower(model.config, build):
