@@ -9,7 +9,8 @@ are from TRL's own trainer in float64: the error of float32 arithmetic in each.
 
 TRL is installed alone into a venv of its own (`--venv`), which sees this interpreter's packages; its trainers are built
 as their users build them. The batch is ours, token for token, and `compute_loss` is called on it. A and B of the
-adapters are random, so that the policy is not DPO's reference.
+adapters are random, so that the policy is not DPO's reference; 30 layers need smaller ones (`--deviation`), or KTO's
+slopes are 0 in float32.
 
 Exits 1 where loss, rewards or the whole gradient differ by more than `--tolerance`, relative to TRL's (the gradient by
 the norm of the difference). The last column is the worst single parameter: float32's rounding shows in small gradients.
@@ -147,8 +148,8 @@ def make_model(folder: Path, *, whole: bool = False) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def trainer_of(case: Case, folder: Path, rows: list[dict[str, str]]) -> Any:
-    """TRL's trainer on the base model with a new adapter whose A and B are random."""
+def trainer_of(case: Case, folder: Path, rows: list[dict[str, str]], deviation: float) -> Any:
+    """TRL's trainer on the base model with a new adapter whose A and B are random, with this standard deviation."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -175,7 +176,7 @@ def trainer_of(case: Case, folder: Path, rows: list[dict[str, str]]) -> Any:
     )
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(item for item in made.model.named_parameters() if item[1].requires_grad):
-        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        parameter.data = deviation * torch.randn(parameter.shape, generator=generator)
     return made
 
 
@@ -267,7 +268,7 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
             continue
         rows = single if case.trainer == "KTO" else pairs
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        trainer = trainer_of(case, folder, rows)
+        trainer = trainer_of(case, folder, rows, args.deviation)
         trainer.model.save_pretrained(folder / "adapter")
         mine, microbatch, sequences = ours(recipe, case)
         trl = theirs(trainer, microbatch, sequences)
@@ -290,6 +291,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="objectives whose name begins so")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M in place of the random Llama")
     parser.add_argument("--float64", action="store_true", help="both against TRL in float64 too")
+    parser.add_argument("--deviation", type=float, default=0.1, help="of the adapters' weights")
     parser.add_argument("--tolerance", type=float, default=1e-5)
     parser.add_argument("--venv", type=Path, default=Path(tempfile.gettempdir()) / "roundpipe-trl", help="kept")
     args = parser.parse_args()
