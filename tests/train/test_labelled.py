@@ -123,14 +123,17 @@ def test_a_run_moves_both_kinds_apart_and_evaluates_as_the_next_step(folder: Pat
             assert found[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
 
 
-def test_the_same_bits_on_any_workers_and_after_a_kill(folder: Path) -> None:
-    words = ("max_steps=5", "save_steps=1", "micro_batch_tokens=128", "gradient_accumulation_steps=3")
+@pytest.mark.parametrize("base", [(), ("load_in_4bit=true",)], ids=str)
+def test_the_same_bits_on_any_workers_and_after_a_kill(folder: Path, base: tuple[str, ...]) -> None:
+    words = (*base, "max_steps=5", "save_steps=1", "micro_batch_tokens=128", "gradient_accumulation_steps=3")
     write_rows(folder / "rows.jsonl", ROWS[:7])  # of which every second step has one
     assert "step 2 has one row, whose divergence" in finetune(folder, *words).expect(0).err
     three = "pipeline.devices=[cpu, cpu, cpu]"
     assert finetune(folder, *words, three, "output_dir=killed", fault="optimizer:kill:step=2").code == -9
     finetune(folder, *words, "pipeline.devices=[cpu]", "output_dir=killed", "--resume").expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
+    losses = [row["loss"] for row in metrics(folder / "out")]
+    assert losses[-1] < losses[0] == pytest.approx(0.5, abs=1e-4), losses
 
 
 def test_labels_of_one_kind_and_rare_ones_are_named(folder: Path) -> None:
