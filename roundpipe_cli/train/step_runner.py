@@ -89,6 +89,7 @@ class StepRunner:
         guard = self.guard
         guard.loss_scale, guard.num_updates = state.loss_scale, state.steps_since_overflow
         guard.num_skipped = state.skipped_steps
+        self.setup.kept.update(state.kept)
         self.fit = resumed_fit(fit, self.recipe)
         if self.fit.recipe_lines(self.recipe):
             self.auto_cache.keep_usual_stages()
@@ -100,6 +101,7 @@ class StepRunner:
             "num_updates": self.updater.optimizer.num_updates,
             "steps_since_overflow": self.guard.num_updates,
             "fit": self.fit.to_json(self.recipe),
+            "kept": dict(self.setup.kept),
             "skipped_steps": self.guard.num_skipped,
         }
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,6 +97,8 @@ class SavedState:
     skipped_steps: Whole
     fit: SavedFit | None
     evaluation: SavedEvaluation
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """See `Setup.kept`."""
 
 
 def run_state(setup: Setup) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class Setup:
     """Packed weights are unpacked once per visit of a stage."""
     loss: TokenLoss | None = None
     """A program's own training loss; None: cross entropy."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """Figures that an objective keeps from step to step, which a checkpoint has. A step may be computed again, so the
+    number of the step that changed them last belongs to them."""
 
     @property
     def head_chunk_tokens(self) -> int:
