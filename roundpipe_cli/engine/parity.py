@@ -19,7 +19,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +112,8 @@ def prove(
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     count = 1 + (dtype != torch.float32) + packing + chunks
-    begun = partial(next, (tell(f"{number} of {count}") for number in range(1, count + 1)))
+    numbers = iter(range(1, count + 1))
+    begun = lambda: tell(f"{next(numbers)} of {count}")  # noqa: E731
     begun()
     reduced = reduce_model(model, split)
     if reduced.num_parameters > LIMIT_PARAMETERS:
