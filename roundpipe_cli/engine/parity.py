@@ -113,7 +113,10 @@ def prove(
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     count = 1 + (dtype != torch.float32) + packing + chunks
     numbers = iter(range(1, count + 1))
-    begun = lambda: tell(f"{next(numbers)} of {count}")  # noqa: E731
+
+    def begun() -> None:
+        tell(f"{next(numbers)} of {count}")
+
     begun()
     reduced = reduce_model(model, split)
     if reduced.num_parameters > LIMIT_PARAMETERS:
