@@ -9,7 +9,7 @@ are from TRL's own trainer in float64: the error of float32 arithmetic in each.
 
 TRL is installed alone into a venv of its own (`--venv`), which sees this interpreter's packages; its trainers are built
 as their users build them. The batch is ours, token for token, and `compute_loss` is called on it. A and B of the
-adapters are random, so that the policy is not DPO's reference; 30 layers need smaller ones (`--deviation`), or KTO's
+adapters are random, so that the policy is not DPO's reference; SmolLM2 needs smaller ones (`--deviation`), or KTO's
 slopes are 0 in float32.
 
 Exits 1 where loss, rewards or the whole gradient differ by more than `--tolerance`, relative to TRL's (the gradient by
@@ -121,8 +121,9 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[Any]]:
     return Found(result.loss, metrics_of(result.part_sums, microbatches), gradients), microbatches[0], rows
 
 
-def make_model(folder: Path, *, whole: bool = False) -> None:
-    """Write the base model and its tokenizer: a random Llama, or the `whole` SmolLM2-135M in float32."""
+def make_model(folder: Path, *, whole: bool = False, layers: int = 30) -> None:
+    """Write the base model and its tokenizer: a random Llama, or the `whole` SmolLM2-135M in float32, or its first
+    `layers`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -137,6 +138,8 @@ def make_model(folder: Path, *, whole: bool = False) -> None:
         config = LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
         plain = LlamaForCausalLM(config)  # without the mark of a quantised file, which is not saved
         plain.load_state_dict(read.state_dict())
+        plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:layers], layers
+        plain.config.layer_types = None
         plain.save_pretrained(folder)
         return
     torch.manual_seed(0)
@@ -259,7 +262,7 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
         f"datasets: [{{path: rows.jsonl}}]\nmicro_batch_size: {args.pairs}\ndtype: float32\n"
         f"gradient_accumulation_steps: 1\noutput_dir: {folder / 'out'}\npipeline: {{devices: [cpu, cpu]}}\n"
     )
-    make_model(folder / "base", whole=args.smollm2)
+    make_model(folder / "base", whole=args.smollm2, layers=args.layers)
     print(f"| {'objective':20} | loss | TRL's loss | loss differs by | rewards by | gradient by | worst parameter |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     close = True
@@ -290,6 +293,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="pairs, or labelled answers, of the batch")
     parser.add_argument("--only", default="", help="objectives whose name begins so")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M in place of the random Llama")
+    parser.add_argument("--layers", type=int, default=30, help="of SmolLM2-135M, from the first")
     parser.add_argument("--float64", action="store_true", help="both against TRL in float64 too")
     parser.add_argument("--deviation", type=float, default=0.1, help="of the adapters' weights")
     parser.add_argument("--tolerance", type=float, default=1e-5)

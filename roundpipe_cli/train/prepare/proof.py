@@ -45,7 +45,7 @@ def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build
         proof = Proof(**known)
     else:
         with at_work(WORK):
-            proof = _prove_by_kernels(model, split, recipe, build, lambda text: tell(Phase(f"{WORK}: {text}")))
+            proof = _prove_by_kernels(model, split, recipe, build, say=lambda text: tell(Phase(f"{WORK}: {text}")))
         kept.save(asdict(proof))
     if proof.unproven:
         tell(Notice(f"not proven that this model trains as its own code does: {proof.unproven}"))
@@ -67,7 +67,7 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
 
 
 def _prove_by_kernels(
-    model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel, say: Callable[[str], None]
+    model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel, *, say: Callable[[str], None]
 ) -> Proof:
     """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
     ways = {"packing": recipe.packs, "chunks": recipe.pipeline.num_chunks > 1}
