@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.events import Span, StepTimeline
 from roundpipe_cli.schedule.pictures import BOTH
+from roundpipe_cli.schedule.timeline import merged
 from roundpipe_cli.units import format_seconds
 
 CAUSES = {
@@ -192,13 +193,7 @@ def _before(work: Span, last_forward: int) -> _Work | None:
 
 def _merged(spans: Sequence[Span]) -> list[_Piece]:
     """The times that the spans cover, in order, without overlap."""
-    pieces: list[_Piece] = []
-    for start, end in sorted((span.start_s, span.end_s) for span in spans if span.end_s > span.start_s):
-        if pieces and start <= pieces[-1][1]:
-            pieces[-1] = (pieces[-1][0], max(end, pieces[-1][1]))
-        else:
-            pieces.append((start, end))
-    return pieces
+    return merged((span.start_s, span.end_s) for span in spans)
 
 
 def _overlap(pieces: Sequence[_Piece], gap: _Piece) -> float:

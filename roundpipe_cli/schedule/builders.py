@@ -471,19 +471,12 @@ def check_stages(
     for direction, stages in (("forward", forward_stages), ("backward", backward_stages)):
         for index, (first, last) in enumerate(stages):
             if first < 0 or last < first - 1 or last > last_layer:
-                raise RefusedError(
-                    "not a range of layers",
-                    where=f"{direction} stage {index}",
-                    found=str([first, last]),
-                    expected=f"[a, b] with 0 <= a <= b <= {last_layer}, or [a, a - 1] for an empty stage",
-                )
+                where, found = f"{direction} stage {index}", str([first, last])
+                expected = f"[a, b] with 0 <= a <= b <= {last_layer}, or [a, a - 1] for an empty stage"
+                raise RefusedError("not a range of layers", where=where, found=found, expected=expected)
         if len(stages) > most:
-            raise RefusedError(
-                "more stages than layers",
-                where=f"{direction} stages",
-                found=f"{len(stages)} stages",
-                expected=f"at most {most} for {num_layers} layers",
-            )
+            found, expected = f"{len(stages)} stages", f"at most {most} for {num_layers} layers"
+            raise RefusedError("more stages than layers", where=f"{direction} stages", found=found, expected=expected)
     ends_before, head_stage = num_layers, backward_stages[0]
     if not kind.binds_stages:
         ends_before = head_stage[0]

@@ -18,6 +18,7 @@ from roundpipe_cli.schedule.timeline import (
     bubble_ratio,
     compute_rows,
     makespan_s,
+    merged,
 )
 from roundpipe_cli.units import format_seconds, round_step
 
@@ -197,14 +198,8 @@ def _bar(css: str, place: tuple[float, float], size: tuple[float, float], name: 
 def _host_row(timeline: Timeline, y: float, longest_s: float) -> list[str]:
     """The lane of the host's updates, for which workers may wait; pieces without a visible gap are one mark."""
     scale = _WIDTH / longest_s
-    pieces: list[list[float]] = []
-    updates = (item for item in timeline.intervals if item.lane == HOST and item.start_s < longest_s)
-    for item in sorted(updates, key=lambda one: one.start_s):
-        start, end = item.start_s * scale, min(item.end_s, longest_s) * scale
-        if pieces and start - pieces[-1][1] < MAX_GAP:
-            pieces[-1][1] = max(end, pieces[-1][1])
-        elif end > start:
-            pieces.append([start, end])
+    updates = ((one.start_s, min(one.end_s, longest_s)) for one in timeline.intervals if one.lane == HOST)
+    pieces = merged(((start * scale, end * scale) for start, end in updates), MAX_GAP)
     label = f'<text x="{_LEFT - 8}" y="{y + 10}" text-anchor="end">host</text>'
     size = _LANE_HEIGHT - 2
     return [

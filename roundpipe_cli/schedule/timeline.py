@@ -9,7 +9,7 @@ it alone, so predicted and measured figures have one definition. Seconds and byt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -151,6 +151,17 @@ def _drain_s(row: Sequence[Interval], makespan: float) -> float:
     last = max((index for index, interval in enumerate(row) if interval.kind is Kind.BACKWARD), default=len(row) - 1)
     later_busy = sum(interval.end_s - interval.start_s for interval in row[last + 1 :])
     return makespan - row[last].end_s - later_busy
+
+
+def merged(pieces: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+    """The (start, end) that pieces of some length cover, in order, as one where at most `gap` is between them."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(piece for piece in pieces if piece[1] > piece[0]):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
 
 
 def compute_rows(timeline: Timeline) -> list[list[Interval]]:
