@@ -80,6 +80,24 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return folder
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of three blocks, to copy."""
+    return _made(tmp_path_factory, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="session")
+def two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of two blocks."""
+    return _made(tmp_path_factory, num_hidden_layers=2)
+
+
+def _made(tmp_path_factory: pytest.TempPathFactory, **sizes: int) -> Path:
+    from tests.support.e2e import make_model  # which loads torch
+
+    return make_model(tmp_path_factory.mktemp("tiny") / "model", **sizes)
+
+
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Ask for a fault, as the environment variable has it."""

@@ -19,7 +19,7 @@ from roundpipe_cli.dashboard.live import LEAVE, MAX_QUEUED, LiveDashboard, Termi
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Notice, RunStarted
 from tests.cli.test_terminal_text import on_a_terminal
-from tests.support.e2e import REPOSITORY, STAGES, make_model, make_workspace, metrics
+from tests.support.e2e import REPOSITORY, STAGES, make_workspace, metrics
 
 MAX_WAIT_S = 200.0
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
@@ -97,11 +97,6 @@ class Screen:
 
     def close(self) -> None:
         self._run("kill-server")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture

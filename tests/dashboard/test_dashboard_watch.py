@@ -41,13 +41,8 @@ from roundpipe_cli.events import (
 from roundpipe_cli.train.monitor.metrics_file import metrics_row
 from roundpipe_cli.train.monitor.telemetry import read_lines
 from tests.cli.test_terminal_text import said
-from tests.support.e2e import finetune, make_model, make_workspace, metrics
+from tests.support.e2e import finetune, make_workspace, metrics
 from tests.support.recorded import recorded_run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")

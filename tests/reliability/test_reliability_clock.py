@@ -23,7 +23,6 @@ from tests.support.e2e import (
     command_line,
     finetune,
     launch,
-    make_model,
     make_workspace,
     metrics,
     run,
@@ -31,11 +30,6 @@ from tests.support.e2e import (
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 WATCHDOG_S = 3.0  # the proof at the start may take longer on a busy machine: the reference run makes it
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")

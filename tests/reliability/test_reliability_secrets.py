@@ -14,7 +14,7 @@ from roundpipe_cli.errors import RecipeError, redact, redact_values
 from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.train import floors
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
-from tests.support.e2e import launch, make_model, make_workspace
+from tests.support.e2e import launch, make_workspace
 from tests.torture import guard
 
 CANARIES = {
@@ -23,11 +23,6 @@ CANARIES = {
         ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")
     )
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture

@@ -6,17 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.e2e import STAGES, make_model, make_workspace, untied_and_tied
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="session")
-def two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
+from tests.support.e2e import STAGES, make_workspace, untied_and_tied
 
 
 @pytest.fixture(scope="session")
