@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +12,7 @@ import typer
 
 from roundpipe_cli.cli.options import BaseOption, OfflineOption, OtherBaseOption
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
+from roundpipe_cli.cli.score import find_target, is_result
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import aligned
 
@@ -26,12 +25,13 @@ def eval(
     include: Annotated[
         Path | None, typer.Option("--include-path", metavar="FOLDER", help="Of more tasks, as lm-eval's.")
     ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts answered together.")] = 16,
     base: BaseOption = None,
     allow_other_base: OtherBaseOption = False,
     offline: OfflineOption = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Evaluate tasks of lm-eval whose answers are chosen or weighed by likelihood; of a result before training, too.
+    """Evaluate tasks of lm-eval; of a result before training, too.
 
     Nothing is merged or written. Needs lm-eval: pip install 'roundpipe-cli[eval]'.
 
@@ -40,32 +40,29 @@ def eval(
     say(f"reading {target} ...")
     if include is not None and not include.is_dir():
         raise RefusedError("--include-path is no folder", where=str(include), hint="a folder of lm-eval's YAML files")
-    if offline:
-        go_offline()
-    quiet_libraries()
+    names = list(dict.fromkeys(name.strip() for name in tasks.split(",")))
+    if not all(names):
+        raise RefusedError("a task without a name", where="--tasks", found=repr(tasks), expected="names, as in a,b")
     from roundpipe_cli.train.floors import EVAL_FLOORS, check_floors
 
     check_floors(EVAL_FLOORS)
+    find_target(target, overrides or (), base)
+    if offline:
+        go_offline()
+    quiet_libraries()
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.cli.score import is_result, opened_target
-    from roundpipe_cli.train.lm_eval_model import found_tasks, task_results, with_longest_row, without_longest_row
-    from roundpipe_cli.train.score import prepare_to_score
+    from roundpipe_cli.cli.lm_eval_program import opened_setup
+    from roundpipe_cli.train.lm_eval_model import RoundpipeLM, found_tasks, task_results
     from roundpipe_cli.train.signals import StopSignals
-    from roundpipe_cli.watchdog import watching
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    names, tell = list(dict.fromkeys(name.strip() for name in tasks.split(","))), without_longest_row(LinePrinter(1))
     figures = dict[str, dict[str, dict[str, float]]]()
     with StopSignals(": nothing was written"), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints
         wanted = found_tasks(names, include)
         for when in ("before", "after") if is_result(target) else ("value",):
-            with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-                rows, before = partial(with_longest_row, folder=Path(folder)), when == "before"
-                opened = opened_target(target, overrides or (), base, rows=rows, offline=offline, before=before)
-                loaded, source, asked, _ = stack.enter_context(opened)
-                stack.enter_context(watching(loaded.recipe.watchdog_s))
-                setup = prepare_to_score(loaded, source, asked, offline=offline, allowed=allow_other_base, tell=tell)
-                figures[when] = task_results(setup, wanted, limit=limit, tell=tell)
+            how = {"offline": offline, "allowed": allow_other_base, "before": when == "before"}
+            with opened_setup(target, overrides or (), base, **how) as setup:
+                figures[when] = task_results(RoundpipeLM(setup, LinePrinter(1), batch_size), wanted, limit=limit)
     if json_:
         say_json({"limit": limit, **figures}, indent=None)
         return

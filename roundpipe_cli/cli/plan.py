@@ -235,6 +235,9 @@ def plan(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also show every stage, memory by part, links and assumptions.")
     ] = False,
+    generate: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also say how fast `generate` answers N prompts at once.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with code 5 if it does not fit.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of one step to this file.")] = None,
@@ -244,13 +247,14 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     say(f"planning {recipe} ...")
+    from roundpipe_cli.planning.generation import generation_document, generation_lines
     from roundpipe_cli.planning.predict import priced
     from roundpipe_cli.planning.solve import solve as solve_plan
     from roundpipe_cli.recipe.load import load_recipe_or_model
     from roundpipe_cli.watchdog import watching
 
     if compare:
-        given = {"--solve": solve, "--check": check, "--svg": svg is not None}
+        given = {"--solve": solve, "--check": check, "--svg": svg is not None, "--generate": generate is not None}
         for other in (flag for flag, is_given in given.items() if is_given):
             hint = f"leave --compare out to use {other} on one of its combinations"
             raise RefusedError(f"--compare makes several plans, and {other} is for one", hint=hint)
@@ -270,9 +274,12 @@ def plan(
 
         write_plan_picture(answer, svg)
     if json_:
-        say_json(plan_document(answer, solution, found))
+        more = {} if generate is None else {"generate": generation_document(answer.question, generate)}
+        say_json(plan_document(answer, solution, found) | more)
     else:
-        for line in wrapped(plan_text(answer, solution, details=verbose, found=found), terminal_width()):
+        lines = plan_text(answer, solution, details=verbose, found=found)
+        lines += [] if generate is None else generation_lines(answer.question, generate)
+        for line in wrapped(lines, terminal_width()):
             say_data(line, colours=VERDICTS)
     if check and not answer.verdict.fits:
         raise typer.Exit(ResourceError.exit_code)

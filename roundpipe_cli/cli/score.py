@@ -22,6 +22,7 @@ from roundpipe_cli.regular_files import named_path, tried_paths
 from roundpipe_cli.units import counted, format_loss
 
 if TYPE_CHECKING:
+    from roundpipe_cli.cli.export import FoundResult
     from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.planning.question import PlanRequest
     from roundpipe_cli.recipe.load import LoadedRecipe
@@ -98,7 +99,7 @@ def opened_target(
     """
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.training import ask_on_cards_worth_using, check_environment
-    from roundpipe_cli.recipe.load import load_recipe, load_recipe_or_model
+    from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.signals import Start
 
@@ -106,18 +107,13 @@ def opened_target(
         raise RefusedError("scores: not with several machines", found=f"{count} processes", hint="leave torchrun out")
     if offline:
         go_offline()
-    run, source = Path(target), None
+    found, source = find_target(target, overrides, base), None
     with contextlib.ExitStack() as stack:
-        if not is_result(target):
-            if base is not None:
-                hint = f"leave --base out, or model={shlex.quote(base)}"
-                raise RefusedError("--base is the base model of a result", where=target, found="a recipe", hint=hint)
-            loaded = load_recipe_or_model(target, overrides)
-            folder_of = lambda name: Path(f"{loaded.recipe.output_dir}-base") / name  # noqa: E731
+        if isinstance(found, LoadedRecipe):
+            loaded, folder_of = found, lambda name: Path(f"{found.recipe.output_dir}-base") / name
         else:
-            from roundpipe_cli.cli.export import find_adapter_base, find_result, opened_result
+            from roundpipe_cli.cli.export import find_adapter_base, opened_result
 
-            found = find_result(run)
             opened = opened_result(found, base, offline=offline, needs_base=False, allowed=False)
             result, source = stack.enter_context(opened)
             file = result / "recipe.yaml"
@@ -140,6 +136,23 @@ def opened_target(
         loaded = loaded if asked is None else asked.given
         load_libraries()
         yield loaded, source or fetch_model(loaded, start, tell, place), asked, folder_of
+
+
+def find_target(target: str, overrides: Sequence[str], base: str | None) -> LoadedRecipe | FoundResult:
+    """The recipe, or the result, that `target` names; without torch.
+
+    Raises:
+        RefusedError: there is no such thing, or a recipe has no use for `base`.
+    """
+    from roundpipe_cli.cli.export import find_result
+    from roundpipe_cli.recipe.load import load_recipe_or_model
+
+    if is_result(target):
+        return find_result(Path(target))
+    if base is not None:
+        hint = f"leave --base out, or model={shlex.quote(base)}"
+        raise RefusedError("--base is the base model of a result", where=target, found="a recipe", hint=hint)
+    return load_recipe_or_model(target, overrides)
 
 
 def is_result(target: str) -> bool:

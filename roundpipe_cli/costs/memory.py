@@ -75,6 +75,8 @@ CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
 DEVICE_ALIGNMENT_BYTES = 256
 """Layers in slots and in the weight cache begin at multiples of this many bytes."""
+MAX_MEMORY_SHARE = 0.8
+"""Share of the free host memory for weights; `weights: auto` maps more of them from a file."""
 HOST_MARGIN_BYTES = 2 * GIB
 HOST_MARGIN = 0.05
 """Share of host memory that is left to the operating system, at most `HOST_MARGIN_BYTES`."""

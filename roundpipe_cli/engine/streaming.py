@@ -3,71 +3,36 @@
     compute   embed, on the host | block 0: kept | block 1 | block 2 | block 3: kept | ... | head: kept | embed ...
     copies     1 -> slot A, 2 -> slot B          | 4 -> slot A       | 5 -> slot B   | ...
 
-Blocks lie on the devices in equal runs, the head with the last. What transformers keeps for the next token (keys and
-values, states) it makes where a block computes, so that it stays there. A device keeps the weights that its memory has
-room for; the others come past in turn, through two slots, while the layers before them compute.
+What transformers keeps for the next token (keys and values, states) it makes where a block computes, so that it stays
+there. A device keeps the weights that its memory has room for; the others come past in turn, through two slots, while
+the layers before them compute, on this device or on another.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
+from roundpipe_cli.costs.answering import DevicePlan
+from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.block_calls import BlockCall, GatheringEmbedding, replace_module
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.model.lora import ADAPTER
+from roundpipe_cli.model.module_copies import copy_modules
 from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
 
-NUM_SLOTS = 2
-SPREAD = 0.618034
-"""Multiples of the golden ratio, without their whole part, in order: any number of the first are spread evenly."""
-
 Parameters = dict[str, nn.Parameter]
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """The layers of one device."""
-
-    sizes: Mapping[int, int]
-    """Device bytes of each, in the order in which they compute."""
-    kept: frozenset[int]
-    """Layers whose weights stay."""
-
-
-def plan_devices(layouts: Sequence[LayerLayout], num_devices: int, budget_bytes: int) -> list[DevicePlan]:
-    """The layers of each device, and what stays there in `budget_bytes` each: large layers first, others spread evenly.
-
-    Args:
-        layouts: one per layer, the embed layer's included, which stays on the host.
-    """
-    plans, blocks = [], len(layouts) - 2
-    for at in range(num_devices):
-        layers = [layer for layer in range(1, blocks + 1) if (layer - 1) * num_devices // blocks == at]
-        layers += [blocks + 1] if at == num_devices - 1 else []
-        sizes = {layer: round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES) for layer in layers}
-        left, kept = sorted(sizes, key=lambda layer: (-sizes[layer], layer * SPREAD % 1)), list[int]()
-        slots_bytes = [sum([sizes[one] for one in left[at + 1 : at + 2]] * NUM_SLOTS) for at in range(len(left))]
-        for layer, slots in zip(left, slots_bytes, strict=True):
-            if sum(sizes[one] for one in (*kept, layer)) + slots > budget_bytes:
-                break
-            kept.append(layer)
-        plans.append(DevicePlan(sizes, frozenset(kept)))
-    return plans
 
 
 class DeviceLayers:
@@ -122,19 +87,23 @@ class DeviceLayers:
 
 
 class StreamedModel(contextlib.ExitStack):
-    """Makes a model's layers fetch their weights, inside `with`."""
+    """A copy of a model whose layers fetch their weights, inside `with`."""
 
     def __init__(
         self, model: nn.Module, split: ModelSplit, store: WeightStore, devices: Sequence[tuple[Backend, DevicePlan]]
     ) -> None:
         """
         Args:
-            model: a skeleton, adapters included, which changes; nothing of it is trained.
-            store: has all of its weights.
+            model: a skeleton, adapters included.
+            store: has all of its weights, which no update changes meanwhile.
             devices: each with its plan, of `plan_devices`.
         """
         super().__init__()
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = {id(parameter): name for name, parameter in model.named_parameters()}
+        copied, memo = copy_modules(model)
+        names = {id(memo[key]): name for key, name in named.items()}
+        model = copied.eval()
+        self.model: Any = model
         isolate_expert_adapters(model)
         replace_row_owners(model, ADAPTER)
         blocks = list(model.get_submodule(split.blocks_path).children())
@@ -149,10 +118,12 @@ class StreamedModel(contextlib.ExitStack):
         for module in model.modules():
             own = [(module, key, names[id(one)]) for key, one in module._parameters.items() if one is not None]
             self._bindings[owner.get(id(module), 0)] += own
+        self._bound: dict[int, tuple[Parameters, list[PackedPlace]]] = {}
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         """Tensors that all blocks are given, such as masks, on the devices: of one pass of the model."""
         self._devices: dict[int, DeviceLayers] = {}
         self._backends = {backend.device: backend for backend, _ in devices}
+        self._is_host = all(device.type == "cpu" for device in self._backends)
         with contextlib.ExitStack() as opened:  # and closed where a later device has no room
             for backend, plan in devices:
                 opened.enter_context(backend.worker_thread())
@@ -175,19 +146,25 @@ class StreamedModel(contextlib.ExitStack):
         device = self._devices[layer]
         with device.backend.worker_thread():  # which makes it the current one
             packed = self._bind(layer, device.begin(layer))
-            call = BlockCall(args, kwargs).map_tensors(partial(self._on, device.backend))
+            if not self._is_host:
+                call = BlockCall(args, kwargs).map_tensors(partial(self._on, device.backend))
+                args, kwargs = call.args, call.kwargs
             with whole_weights(packed) if packed else contextlib.nullcontext():
-                result = run(*call.args, **call.kwargs)
+                result = run(*args, **kwargs)
         if layer != self._head:  # which is several modules
             device.end()
         return result
 
     def _bind(self, layer: int, parameters: Parameters) -> list[PackedPlace]:
         """Put a layer's weights in place; those that are packed."""
+        bound, packed = self._bound.get(layer, (None, list[PackedPlace]()))
+        if bound is parameters:  # they stay
+            return packed
         packed = []
         for module, key, name in self._bindings[layer]:
             module._parameters[key] = parameter = parameters[name]
             packed += [(module, key, parameter)] if isinstance(parameter, PackedParameter) else []
+        self._bound[layer] = parameters, packed
         return packed
 
     def _on(self, backend: Backend, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EVAL_NAME, EvaluationFinished, Notice, Phase, Tell
@@ -43,7 +45,9 @@ from roundpipe_cli.train.prepare.base_files import end_tokens
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.steps import grouped_in_windows
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
+from roundpipe_cli.train.result.generate import continued
 from roundpipe_cli.train.scoring import InterruptedScoring, Scorer
+from roundpipe_cli.train.streamed import answering
 
 
 class Evaluator:
@@ -174,11 +178,33 @@ class Evaluator:
         prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
         if not prompts:
             return
-        ends = frozenset(end_tokens(self._setup.base_files.generation))  # those of training among them
-        most = recipe.eval_max_new_tokens
-        answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=ends)
+        ends = end_tokens(self._setup.base_files.generation)  # those of training among them
+        try:
+            answers = self._streamed(prompts, ends)
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) or is_device_error(error)):
+                raise
+            why = f"no device streams the answers beside its training ({type(error).__name__})"
+            self._tell(Notice(f"{why}: a whole forward for each token"))
+            most = recipe.eval_max_new_tokens
+            answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=frozenset(ends))
         for prompt, answer in zip(prompts, answers, strict=True):
             yield tokenizer.decode(prompt), tokenizer.decode(answer, skip_special_tokens=True)
+
+    def _streamed(self, prompts: Sequence[list[int]], ends: Sequence[int]) -> list[list[int]]:
+        """The most probable tokens behind each prompt, up to one of `ends`: so many answers at once that their keys and
+        values are those of a microbatch's tokens."""
+        recipe, pad, answers = self._setup.recipe, pad_token_id(self._setup.tokenizer), list[list[int]]()
+        longest = max(map(len, prompts)) + recipe.eval_max_new_tokens
+        size = max(1, recipe.rows_per_microbatch * recipe.max_seq_length // longest)
+        how = {"max_new_tokens": recipe.eval_max_new_tokens, "do_sample": False, "eos_token_id": list(ends) or None}
+        with answering(self._setup) as model:
+            model.generation_config = GenerationConfig()
+            for start in range(0, len(prompts), size):
+                some = prompts[start : start + size]
+                answers += continued(model, some, pad, stopping_criteria=[self._scorer.heed_stop], **how)
+        lengths = [next((at for at, token in enumerate(row) if token in ends), len(row)) for row in answers]
+        return [row[:length] for row, length in zip(answers, lengths, strict=True)]
 
     # -- best weights and state ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval asked of a recipe's model: log-likelihoods of texts by the engine's forward, streamed."""
+"""Tasks of lm-eval asked of a recipe's model: likelihoods by the engine's forward, answers by its streamed model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from typing import Any
 import numpy as np
 from lm_eval import evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from roundpipe_cli.choices import IGNORED_LABEL
+from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.events import Event, Notice, Tell
+from roundpipe_cli.events import Event, Notice, Phase, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.result.generate import continued
 from roundpipe_cli.train.score import batches_of, scored_batches
+from roundpipe_cli.train.streamed import answering
 from roundpipe_cli.units import counted
 
 Request = tuple[Any, list[int], list[int]]
@@ -36,7 +41,7 @@ def found_tasks(names: Sequence[str], include: Path | None) -> Tasks:
     """Tasks with their data, as lm-eval finds them, also in the folder `include`.
 
     Raises:
-        RefusedError: there is no such task, its data are missing, or its answers are generated.
+        RefusedError: there is no such task, or its data are missing.
     """
     where, found = str(include), Tasks(tasks={}, groups={}, group_map={})
     random.seed(0)  # as lm-eval does
@@ -55,17 +60,13 @@ def found_tasks(names: Sequence[str], include: Path | None) -> Tasks:
         why = f"{type(error).__name__}: {str(error)[:300]}"
         hint = "data come from the hub; with --offline from what datasets fetched before"
         raise RefusedError("a task or its data cannot be read", where=where, found=why, hint=hint) from error
-    if generated := [name for name, task in found["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]:
-        hint = "roundpipe export --merge, then lm_eval --model hf --model_args pretrained=FOLDER"
-        raise RefusedError("a task's answers are generated", where=generated[0], found="generate_until", hint=hint)
     return found
 
 
-def task_results(setup: Setup, tasks: Tasks, *, limit: int | None, tell: Tell) -> dict[str, dict[str, float]]:
+def task_results(model: RoundpipeLM, tasks: Tasks, *, limit: int | None) -> dict[str, dict[str, float]]:
     """Figures of each task and group, under lm-eval's names.
 
     Args:
-        setup: of `prepare_to_score`, for a recipe of `with_longest_row`.
         tasks: of `found_tasks`.
         limit: documents of each task at most.
     """
@@ -73,15 +74,21 @@ def task_results(setup: Setup, tasks: Tasks, *, limit: int | None, tell: Tell) -
         if one.get_config("num_fewshot") is None:
             one.set_config(key="num_fewshot", value=0)
         one.set_fewshot_seed(seed=1234)
-    found = evaluate(RoundpipeLM(setup, tell), tasks, limit=limit, log_samples=False)["results"].items()
+    found = evaluate(model, tasks, limit=limit, log_samples=False)["results"].items()
     return {task: {key: one for key, one in of.items() if isinstance(one, (int, float))} for task, of in found}
 
 
 class RoundpipeLM(TemplateLM):  # type: ignore[misc]
     """A recipe's model as lm-eval asks it, with rows of at most `max_seq_length` tokens."""
 
-    def __init__(self, setup: Setup, tell: Tell) -> None:
+    def __init__(self, setup: Setup, tell: Tell, batch_size: int = 16) -> None:
+        """
+        Args:
+            setup: of `prepare_to_score`, for a recipe of `with_longest_row`.
+            batch_size: prompts that are answered at once.
+        """
         super().__init__()
+        self.batch_size = batch_size
         self._setup, self._tell, self.tokenizer = setup, tell, setup.tokenizer
         self._longest = setup.recipe.max_seq_length
 
@@ -89,6 +96,21 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         """The token behind a text."""
         return int(self.tokenizer.eos_token_id)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens of an answer at most, where a task does not say: as of lm-eval's class for transformers."""
+        return 256
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name under which lm-eval keeps what depends on the chat template."""
+        return self._setup.source.name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; as of lm-eval's class for transformers."""
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
 
     @property
     def prefix_token_id(self) -> int:
@@ -117,8 +139,42 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
         return [sum(next(answers)[0] for _ in of_text) for of_text in parts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Not reached: `found_tasks` refuses tasks that generate."""
-        raise NotImplementedError
+        """The answer to each context, up to what the task says ends one; those of equal settings side by side."""
+        answers, kinds = [""] * len(requests), dict[str, list[int]]()
+        ids = [self.tok_encode(context) for context, _ in (request.args for request in requests)]
+        for index in sorted(range(len(ids)), key=lambda index: -len(ids[index])):
+            kinds.setdefault(json.dumps(requests[index].args[1], sort_keys=True), []).append(index)
+        with answering(self._setup, self.batch_size * self._longest) as model:
+            for kind, members in kinds.items():
+                for start in range(0, len(members), self.batch_size):
+                    some = members[start : start + self.batch_size]
+                    for index, text in zip(some, self._answers(model, kind, [ids[one] for one in some]), strict=True):
+                        answers[index] = text
+                    self._tell(Phase(f"answered {start + len(some)} of {counted(len(members), 'prompt')}"))
+        return answers
+
+    def _answers(self, model: Any, kind: str, ids: list[list[int]]) -> list[str]:
+        """Answers of one batch, stopped and cut as lm-eval's class for transformers does it."""
+        how: dict[str, Any] = dict(normalize_gen_kwargs(json.loads(kind), self.max_gen_toks))
+        until, new = (
+            handle_stop_sequences(how.pop("until"), self.tokenizer.decode(self.eot_token_id)),
+            how["max_gen_toks"],
+        )
+        how["max_new_tokens"] = how.pop("max_gen_toks")
+        if not how["do_sample"]:
+            how.pop("temperature")
+        if (most := self._longest - new) <= 0:
+            found, hint = f"{new} tokens", f"max_seq_length={2 * new}"
+            raise RefusedError(
+                "answers of a task leave no room for a prompt", found=found, expected=f"< {self._longest}", hint=hint
+            )
+        if cut := sum(len(one) > most for one in ids):
+            self._tell(Notice(f"{counted(cut, 'prompt')} cut on the left: longer than max_seq_length - {new}: {most}"))
+        ids = [one[-most:] for one in ids]
+        stops = stop_sequences_criteria(self.tokenizer, until, max(map(len, ids)), len(ids))
+        rows = continued(model, ids, pad_token_id(self.tokenizer), stopping_criteria=stops, **how)
+        texts = (self.tokenizer.decode(row, skip_special_tokens=True) for row in rows)
+        return [postprocess_generated_text(text, until, None) for text in texts]
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **kwargs: Any) -> list[tuple[float, bool]]:
         rows, most = list[Row](), self._longest

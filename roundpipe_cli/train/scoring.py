@@ -75,11 +75,16 @@ class Scorer:
 
         waiting = iter(microbatches)
         while part := list(islice(waiting, size)):
-            if self._stopping():
-                raise InterruptedScoring
+            self.heed_stop()
             run = partial(score, part)
             at = f"a pass without training, after {counted(step, 'step')}"
             yield from run() if self._lost is None else self._lost.again(run, at)
+
+    def heed_stop(self, *_: object, **__: object) -> bool:
+        """Raise InterruptedScoring where the run is asked to stop; a stopping criterion of transformers' `generate`."""
+        if self._stopping():
+            raise InterruptedScoring
+        return False
 
     def planned_s(self, num_microbatches: int) -> float:
         """Seconds that so many microbatches take, by what is known of the layers' times."""

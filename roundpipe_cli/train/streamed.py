@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
+from roundpipe_cli.costs.answering import DevicePlan, pass_s, plan_devices, weight_budget
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S
-from roundpipe_cli.costs.machine import cpu_devices, host_memory, this_machine
+from roundpipe_cli.costs.machine import cpu_devices, host_memory, slow_in_16_bit, this_machine
 from roundpipe_cli.costs.nvidia_smi import visible_gpus
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.streaming import DevicePlan, StreamedModel, plan_devices
+from roundpipe_cli.engine.streaming import StreamedModel
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.events import Notice, Tell, tell_notices
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, trained_tokens
 from roundpipe_cli.model.files.source import ModelSource
@@ -28,10 +31,10 @@ from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.page_locks import PageLocks
-from roundpipe_cli.train.prepare.base_files import GENERATION_CONFIG
+from roundpipe_cli.train.prepare.base_files import read_base_files
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends
 from roundpipe_cli.train.prepare.fill import fill_store
-from roundpipe_cli.train.prepare.ready import DTYPES
+from roundpipe_cli.train.prepare.ready import DTYPES, Setup
 from roundpipe_cli.train.prepare.setup import lay_out, make_weight_store, weight_formats
 from roundpipe_cli.train.result.generate import (
     Prompt,
@@ -43,8 +46,6 @@ from roundpipe_cli.train.result.generate import (
 )
 from roundpipe_cli.units import format_bytes
 
-WEIGHTS_SHARE = 0.8
-"""Share of a device's free memory for weights, without the answers' keys and values, beside activations."""
 BATCH = 64
 """Prompts of a batch that an advice names: a pass costs them what it costs one."""
 
@@ -81,72 +82,109 @@ def opened_model(
     tokenizer, devices = tokenizer_of(result, source, is_adapter=is_adapter), choose_devices("auto")[0]
     devices, start = tuple(dict.fromkeys(devices)), result if is_adapter else None
     file, on_host = result / "recipe.yaml", devices == ("cpu",)
+    if on_host and (slow := slow_in_16_bit(dtype)) is not None:
+        tell(Notice(f"{slow.partition(';')[0]}: streaming in float32"))
+        dtype = "float32"
     recipe = Recipe(model=source.name, datasets=(), learning_rate=0.0, output_dir="")
     recipe = load_recipe(file).recipe if file.is_file() else recipe  # how the base lay packed in its run
     recipe = replace(recipe, output_dir=str(folder), weights="auto", method="lora")
-    model, split, answering, new, width = _skeleton(source, DTYPES[dtype], start)
+    model, split, new = _skeleton(source, DTYPES[dtype], start)
     formats = weight_formats(source, recipe, tell)
     layouts, packed = lay_out(source, formats, model, split, dtype=dtype, trains=False, tell=tell)
     if on_host and cache_bytes is not None and cache_bytes < sum(layout.num_bytes for layout in layouts):
         recipe = replace(recipe, weights="mmap")
     store = make_weight_store(recipe, layouts, tell)
     if cache_bytes is None:
-        free = [host_memory().available_bytes] if on_host else map(cuda.memory_bytes, range(len(devices)))
-        num_tokens = batch_size * (len(ids_of_prompt(tokenizer, longest)) + longest.max_new_tokens)
-        answers = num_tokens * width * DTYPES[dtype].itemsize * -(-(len(layouts) - 2) // len(devices))
-        whole = max(layout.whole_bytes for layout in layouts)
-        cache_bytes = max(0, int(WEIGHTS_SHARE * (min(free) - answers)) - whole)
-    plans = plan_devices(layouts, len(devices), cache_bytes if store.is_mapped or not on_host else sys.maxsize)
+        cache_bytes = _budget(model, split, store, devices, batch_size * _num_tokens(tokenizer, longest))
+    plans = _plans(store, devices, cache_bytes)
     tell_notices(tell, *_describe(plans, devices, is_mapped=store.is_mapped))
     kept = packed if formats[0] == formats[1] else ()
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, trains=False, tell=tell)
     pairs = list(zip(make_backends(devices, torch.get_num_threads()), plans, strict=True))
-    with PageLocks(store, devices, "auto", tell), StreamedModel(model, split, store, pairs):
-        yield answering.eval(), tokenizer, " and ".join(devices).replace("cpu", "the processor")
+    with PageLocks(store, devices, "auto", tell), StreamedModel(model, split, store, pairs) as streamed:
+        yield streamed.model, tokenizer, " and ".join(devices).replace("cpu", "the processor")
+
+
+@contextlib.contextmanager
+def answering(setup: Setup, num_tokens: int | None = None) -> Iterator[Any]:
+    """The model of a run as its weights are now, which answers as `generate` of transformers has it, streamed.
+
+    Args:
+        num_tokens: of all answers at once, with their prompts: devices keep what weights they have room for beside
+            them; None: they have no room, as workers have theirs.
+    """
+    recipe, devices = setup.recipe, tuple(dict.fromkeys(setup.devices))
+    budget = 0 if num_tokens is None else _budget(setup.model, setup.split, setup.store, devices, num_tokens)
+    how = {"float16_accumulation": recipe.float16_accumulation, "deterministic": recipe.deterministic}
+    backends = make_backends(devices, torch.get_num_threads(), **how)
+    pairs = list(zip(backends, _plans(setup.store, devices, budget), strict=True))
+    with StreamedModel(setup.model, setup.split, setup.store, pairs) as streamed:
+        streamed.model.generation_config = GenerationConfig.from_dict(dict(setup.base_files.generation))
+        yield streamed.model
+
+
+def _plans(store: WeightStore, devices: Sequence[str], budget_bytes: int) -> list[DevicePlan]:
+    """What stays on devices in `budget_bytes` each; processors use the host's memory where it lies."""
+    if devices[0] == "cpu" and not store.is_mapped:
+        budget_bytes = sys.maxsize
+    return plan_devices([layout.num_bytes for layout in store.layouts], len(devices), budget_bytes)
+
+
+def _budget(model: Any, split: ModelSplit, store: WeightStore, devices: Sequence[str], num_tokens: int) -> int:
+    """Bytes of each device for weights, beside what is kept of so many tokens: keys and values, of which recurrent
+    blocks keep less."""
+    config = model.config.get_text_config()
+    figures = figures_of_model(config, model, split)
+    heads = figures["num_attention_heads"]
+    width = figures.get("head_dim") or figures["hidden_size"] // heads
+    width *= 2 * (figures.get("num_key_value_heads") or heads)
+    if rank := getattr(config, "kv_lora_rank", None):  # latent attention keeps its latents
+        width = rank + config.qk_rope_head_dim
+    free = [host_memory().available_bytes] if devices[0] == "cpu" else map(cuda.memory_bytes, range(len(devices)))
+    answers = num_tokens * width * model.dtype.itemsize * -(-split.num_blocks // len(devices))
+    whole = max(layout.whole_bytes for layout in store.layouts)
+    return weight_budget(min(free), answers_bytes=answers, unpacked_bytes=whole)
+
+
+def _num_tokens(tokenizer: Any, prompt: Prompt) -> int:
+    return len(ids_of_prompt(tokenizer, prompt)) + prompt.max_new_tokens
 
 
 def _skeleton(
     source: ModelSource, dtype: torch.dtype, adapter: Path | None
-) -> tuple[Any, ModelSplit, Any, NewTokens | None, int]:
-    """The model without weights, where it is cut, what answers (PEFT's, with an adapter), the adapter's tokens, and
-    how many numbers a block keeps of a token: keys and values, of which recurrent blocks keep less."""
-    from transformers import GenerationConfig
-
-    model: Any = build_skeleton(load_config(source), dtype)
+) -> tuple[Any, ModelSplit, NewTokens | None]:
+    """The model without weights, with its adapter, where it is cut, and the adapter's tokens."""
+    config = load_config(source)
+    generation = read_base_files(source, config).generation
+    model: Any = build_skeleton(config, dtype)
     if source.gguf_file is None:
         untie_stored(model, source.folder)
     split = split_model(model)
-    figures = figures_of_model(model.config.get_text_config(), model, split)
-    heads = figures["num_attention_heads"]
-    width = figures.get("head_dim") or figures["hidden_size"] // heads
-    width *= 2 * (figures.get("num_key_value_heads") or heads)
-    if rank := getattr(model.config.get_text_config(), "kv_lora_rank", None):  # latent attention keeps its latents
-        width = rank + model.config.get_text_config().qk_rope_head_dim
-    for name in ("config.json", GENERATION_CONFIG):  # as transformers gives them to a model that it loads
-        with contextlib.suppress(OSError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            of_model: dict[str, Any] = {"local_files_only": True, "_from_model_config": name == "config.json"}
-            model.generation_config = GenerationConfig.from_pretrained(str(source.folder), name, **of_model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.generation_config = GenerationConfig.from_dict(dict(generation))
     if adapter is None:
-        return model, split, model, None, width
+        return model, split, None
     model.requires_grad_(False)
     config = read_adapter_config(adapter)
     config.lora_dropout, config.inference_mode = 0.0, False  # adapters are told from what is packed
     known = len(model.get_input_embeddings().weight)
     new = NewTokens(known, {str(number): number for number in trained_tokens(config.trainable_token_indices)})
-    return model, split, put_adapter(model, config, adapter), new, width
+    put_adapter(model, config, adapter)
+    return model, split, new
 
 
 def _describe(plans: Sequence[DevicePlan], devices: Sequence[str], *, is_mapped: bool) -> Iterator[str]:
     """Notices on what stays, what comes past for each token, and how fast that is by the figures of this machine."""
-    kept = sum(plan.sizes[layer] for plan in plans for layer in plan.kept)
-    passing = sum(sum(plan.sizes.values()) for plan in plans) - kept
+    kept, passing = sum(plan.kept_bytes for plan in plans), sum(plan.passing_bytes for plan in plans)
     gpus = () if devices == ("cpu",) else visible_gpus()[0]
     machine = this_machine(gpus or cpu_devices(1), "", (), Path())
-    links = [device.link_bytes_per_s for device in machine.devices]
-    if is_mapped:
-        links.append(machine.disk_bytes_per_s or ASSUMED_DISK_BYTES_PER_S)
-    seconds = kept / min(device.memory_bytes_per_s for device in machine.devices) + passing / min(links)
+    links, memory = zip(
+        *((device.link_bytes_per_s, device.memory_bytes_per_s) for device in machine.devices), strict=True
+    )
+    disk = (machine.disk_bytes_per_s or ASSUMED_DISK_BYTES_PER_S) if is_mapped else None
+    read_s = (kept + passing) / min(memory)
+    seconds = pass_s(plans, read_s, link_bytes_per_s=min(links), disk_bytes_per_s=disk)
     where = "in host memory" if devices == ("cpu",) else f"on {', '.join(devices)}"
     past = f"{format_bytes(passing)} come past from {'disk' if is_mapped else 'host memory'} for each token"
     of_batch = f"{1 / seconds:.2g} tokens/s for a prompt, {BATCH / seconds:.2g} for a batch of {BATCH}"

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli.costs.answering import DevicePlan, plan_devices
+from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.streaming import NUM_SLOTS, DevicePlan, StreamedModel, plan_devices
+from roundpipe_cli.engine.streaming import StreamedModel
 from tests.support.simulated_cases import backends_of, simulated
 from tests.support.tiny import Rig, make_rig
 
@@ -33,11 +35,11 @@ def tokens_of(model: Any, prompts: Sequence[list[int]] = PROMPTS, num_tokens: in
 
 
 @contextmanager
-def streaming(rig: Rig, backends: Sequence[Backend], budget_bytes: int) -> Iterator[list[DevicePlan]]:
-    """The rig's skeleton fetches its weights."""
-    plans = plan_devices(rig.store.layouts, len(backends), budget_bytes)
-    with StreamedModel(rig.skeleton, rig.split, rig.store, list(zip(backends, plans, strict=True))):
-        yield plans
+def streaming(rig: Rig, backends: Sequence[Backend], budget_bytes: int) -> Iterator[tuple[Any, list[DevicePlan]]]:
+    """A copy of the rig's skeleton that fetches its weights."""
+    plans = plan_devices([one.num_bytes for one in rig.store.layouts], len(backends), budget_bytes)
+    with StreamedModel(rig.skeleton, rig.split, rig.store, list(zip(backends, plans, strict=True))) as streamed:
+        yield streamed.model, plans
 
 
 def alone(model: Any) -> list[list[int]]:
@@ -65,10 +67,10 @@ def test_each_prompt_of_a_batch_gets_the_whole_models_tokens(model_type: str, op
     expected = alone(rig.plain)
     assert len(set(itertools.chain(*expected))) > 1  # it does not repeat one token
     sizes = [layout.num_bytes for layout in rig.store.layouts[1:]]
-    with streaming(rig, [CpuBackend(1, copy=True)], 3 * max(sizes[:-1]) + sizes[-1] + 512) as (plan,):
+    with streaming(rig, [CpuBackend(1, copy=True)], 3 * max(sizes[:-1]) + sizes[-1] + 512) as (model, (plan,)):
         assert plan.kept and len(plan.kept) < len(plan.sizes)
-        assert tokens_of(rig.skeleton) == expected
-        assert tokens_of(rig.skeleton, PROMPTS[1:2]) == expected[1:2]
+        assert tokens_of(model) == expected
+        assert tokens_of(model, PROMPTS[1:2]) == expected[1:2]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
@@ -78,11 +80,11 @@ def test_devices_and_what_they_keep_change_no_token(num_devices: int, layers_kep
     expected = alone(rig.plain)
     largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
     budget = (NUM_SLOTS + layers_kept) * largest if layers_kept else 0
-    with streaming(rig, [CpuBackend(1, copy=True) for _ in range(num_devices)], budget) as plans:
+    with streaming(rig, [CpuBackend(1, copy=True) for _ in range(num_devices)], budget) as (model, plans):
         assert sorted(itertools.chain(*(plan.sizes for plan in plans))) == list(range(1, 14))
         assert {bool(plan.kept) for plan in plans} == {layers_kept > 0}
-        assert any(len(plan.kept) < len(plan.sizes) for plan in plans) or layers_kept == 99
-        assert tokens_of(rig.skeleton) == expected
+        assert any(plan.passing_bytes for plan in plans) or layers_kept == 99
+        assert tokens_of(model) == expected
 
 
 @pytest.mark.parametrize(("model_type", "packed_as"), [("llama", None), ("gpt_oss", "mxfp4")])
@@ -92,8 +94,14 @@ def test_cards_answer_as_the_processor_does(model_type: str, packed_as: Any, lay
     rig = make_rig(model_type, "lora", num_hidden_layers=6, packed_as=packed_as)
     largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
     expected = alone(rig.plain)
-    with simulated(lazy=True), streaming(rig, backends_of((0, 1)), (NUM_SLOTS + 1) * largest * layers_kept):
-        assert tokens_of(rig.skeleton) == expected
+    with (
+        simulated(lazy=True),
+        streaming(rig, backends_of((0, 1)), (NUM_SLOTS + 1) * largest * layers_kept) as (
+            model,
+            _,
+        ),
+    ):
+        assert tokens_of(model) == expected
 
 
 def test_a_device_keeps_large_layers_first_and_others_evenly() -> None:
@@ -101,7 +109,7 @@ def test_a_device_keeps_large_layers_first_and_others_evenly() -> None:
     block, head = (rig.store.layouts[layer].num_bytes for layer in (1, -1))
     block, head = (-(-size // 512) * 512 for size in (block, head))
     for blocks in range(8):
-        (plan,) = plan_devices(rig.store.layouts, 1, head + (NUM_SLOTS + blocks) * block)
+        (plan,) = plan_devices([one.num_bytes for one in rig.store.layouts], 1, head + (NUM_SLOTS + blocks) * block)
         if head > block:
             assert 10 in plan.kept
         kept = sorted(plan.kept - {10})

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from roundpipe_cli.costs.answering import ROOM_BYTES, ROOM_SHARE, WEIGHTS_SHARE, DevicePlan, plan_devices
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.streaming import DevicePlan, StreamedModel, plan_devices
+from roundpipe_cli.engine.streaming import StreamedModel
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.load import build_skeleton, load_config
@@ -106,15 +107,20 @@ def test_the_base_lies_packed_as_in_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "groups"), [("llama", 2), ("gpt2", 4), ("deepseek_v3", 4), ("gemma3_text", 1)])
-def test_room_is_left_for_what_the_cache_takes(model_type: str, groups: int, tmp_path: Path) -> None:
+def test_room_is_left_for_what_the_cache_takes(
+    model_type: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = source_of(make_model(tmp_path, model_type, num_hidden_layers=2, num_key_value_heads=groups))
-    width = streamed._skeleton(source, torch.float32, None)[-1]
+    skeleton, split, _ = streamed._skeleton(source, torch.float32, None)
+    store: Any = SimpleNamespace(layouts=[SimpleNamespace(whole_bytes=0)])
+    monkeypatch.setattr(streamed, "host_memory", lambda: SimpleNamespace(available_bytes=10**9))
+    free, left = (streamed._budget(skeleton, split, store, ("cpu",), num_tokens) for num_tokens in (0, 2 * 6))
     model, _ = load_result(tmp_path, source, "float32", is_adapter=False)
     cache = DynamicCache()
     with torch.no_grad():
         model(torch.arange(12).view(2, 6), past_key_values=cache, use_cache=True)
-    held = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
-    assert held == [2 * 6 * width] * 2
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert held and free - left == pytest.approx(WEIGHTS_SHARE * held, abs=1)
 
 
 def test_a_larger_batch_leaves_less_room_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +135,7 @@ def test_a_larger_batch_leaves_less_room_for_weights(tmp_path: Path, monkeypatch
 def test_only_a_model_that_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model(tmp_path, "llama", num_hidden_layers=2)
     num_bytes = sum(one.nbytes for one in build_skeleton(load_config(source_of(base)), torch.float32).parameters())
-    needed = int(generate.ROOM_SHARE * num_bytes) + generate.ROOM_BYTES + 1
+    needed = int(ROOM_SHARE * num_bytes) + ROOM_BYTES + 1
     found = []
     for free in (needed, needed - 2):
         monkeypatch.setattr(generate, "host_memory", lambda free=free: SimpleNamespace(available_bytes=free))
@@ -148,11 +154,13 @@ def test_a_batch_is_advised_below_one_token_a_second() -> None:
 @pytest.mark.parametrize("at", [1, 4])
 def test_an_error_of_the_copying_thread_reaches_the_reader(at: int) -> None:
     rig = make_rig("llama")
-    before, pair = threading.active_count(), (CpuBackend(1, copy=True), plan_devices(rig.store.layouts, 1, 0)[0])
-    with pytest.raises(RuntimeError), StreamedModel(rig.skeleton, rig.split, rig.store, [pair]), torch.no_grad():
+    (plan,) = plan_devices([layout.num_bytes for layout in rig.store.layouts], 1, 0)
+    before, pairs = threading.active_count(), [(CpuBackend(1, copy=True), plan)]
+    model = StreamedModel(rig.skeleton, rig.split, rig.store, pairs)
+    with pytest.raises(RuntimeError), model as streamed, torch.no_grad():
         rig.store.buffers[at] = rig.store.buffers[at][1:]
         for _ in range(2):
-            rig.skeleton(torch.tensor([[1, 2]]))
+            streamed.model(torch.tensor([[1, 2]]))
     assert threading.active_count() == before
 
 

@@ -17,12 +17,12 @@ import torch
 
 from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.machine import host_memory
+from roundpipe_cli.costs.memory import MAX_MEMORY_SHARE
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.writing import State
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.prepare.setup import MAX_MEMORY_SHARE
 from roundpipe_cli.units import format_bytes
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
+from roundpipe_cli.costs.memory import MAX_MEMORY_SHARE
 from roundpipe_cli.costs.models import stored_as
 from roundpipe_cli.costs.nvidia_smi import order_notice
 from roundpipe_cli.costs.settings import head_chunk_tokens
@@ -170,10 +171,6 @@ def decide_unpacking(
     unpacking = found or Unpacking(PACKED_FORMATS[packed_as].label, once=False, lacking="figures of this model")
     tell(Notice(unpacking.describe()))
     return unpacking.once
-
-
-MAX_MEMORY_SHARE = 0.8
-"""Share of the free host memory for weights; `weights: auto` maps more of them from a file."""
 
 
 def prepare(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.answering import roomy_device
 from roundpipe_cli.costs.machine import host_memory, slow_in_16_bit
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.templates import find_template
@@ -56,10 +57,6 @@ class WholeAnswer:
     num_tokens: int
     is_ended: bool
     """Whether the answer ended with an end token, not at the limit."""
-
-
-ROOM_SHARE, ROOM_BYTES = 1.2, 512 * 1024**2
-"""GPU memory that an answer takes, as a multiple of the weights and beside them: activations, keys and values."""
 
 
 def needs_streaming(source: ModelSource, dtype: str) -> bool:
@@ -123,12 +120,6 @@ def _held_bytes(model: Any) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def roomy_device(model_bytes: int, free_bytes: Sequence[int]) -> int | None:
-    """Index of the device with the most free memory, if a model of that size can answer there."""
-    roomy = [free for free in free_bytes if free >= ROOM_SHARE * model_bytes + ROOM_BYTES]
-    return free_bytes.index(max(roomy)) if roomy else None
-
-
 def answer_ends(model: Any, tokenizer: Any) -> list[int]:
     """Every token that ends an answer: those of the model's generation_config.json and those of training."""
     known = end_tokens({"eos_token_id": model.generation_config.eos_token_id})
@@ -159,11 +150,32 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_
     """
     from transformers import TextStreamer
 
-    ids = [ids_of_prompt(tokenizer, prompt) for prompt in prompts]
-    first, longest = prompts[0], max(map(len, ids))
+    ids, first = [ids_of_prompt(tokenizer, prompt) for prompt in prompts], prompts[0]
     sampling = {"do_sample": True, "temperature": first.temperature} if first.temperature else {"do_sample": False}
     ends = answer_ends(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    found = continued(
+        model,
+        ids,
+        pad,
+        max_new_tokens=first.max_new_tokens,
+        eos_token_id=ends or None,
+        tokenizer=tokenizer,  # for the model's own `stop_strings`
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_shown else None,
+        **sampling,
+    )
+    sys.stdout.flush()
+    pads = [pad] if model.generation_config.stop_strings else []  # behind an answer without an end token
+    return [_whole(tokenizer, row, ends, pads) for row in found]
+
+
+def continued(model: Any, ids: Sequence[list[int]], pad: int | None, **how: Any) -> list[list[int]]:
+    """The tokens behind each of these, computed side by side; padding behind those that ended before the last.
+
+    Args:
+        how: arguments of transformers' `generate`.
+    """
+    longest = max(map(len, ids))
     # an answer follows its prompt at once; padding adds no token that a repetition penalty would not count anyway
     padded = [(one[:1] or [pad or 0]) * (longest - len(one)) + one for one in ids]
     masks = [[0] * (longest - len(one)) + [1] * len(one) for one in ids]
@@ -172,18 +184,12 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_
         tokens = model.generate(
             input_ids=torch.tensor(padded, device=model.device),
             attention_mask=torch.tensor(masks, device=model.device),
-            max_new_tokens=first.max_new_tokens,
             pad_token_id=pad,
-            eos_token_id=ends or None,
             num_beams=1,  # beams cannot be shown as they come
-            tokenizer=tokenizer,  # for the model's own `stop_strings`
             use_cache=True,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_shown else None,
-            **sampling,
+            **how,
         )
-    sys.stdout.flush()
-    pads = [pad] if model.generation_config.stop_strings else []  # behind an answer without an end token
-    return [_whole(tokenizer, row, ends, pads) for row in tokens[:, longest:].tolist()]
+    return [list(row) for row in tokens[:, longest:].tolist()]
 
 
 def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pads: Sequence[int]) -> WholeAnswer:
