@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 
 from roundpipe_cli.cli.lines import LinePrinter
@@ -61,9 +60,11 @@ class RegisteredLM(RoundpipeLM):
         stack = contextlib.ExitStack()
         atexit.register(stack.close)
         setup = stack.enter_context(opened_setup(target, words, base, offline=offline, allowed=allow_other_base))
-        count = int(batch_size) if str(batch_size).isdecimal() else 16
-        super().__init__(setup, without_longest_row(LinePrinter(1)), max(1, count))
+        count = str(batch_size)  # also `auto`
+        super().__init__(setup, LinePrinter(1), max(1, int(count)) if count.isdecimal() else 16)
 
 
 if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
     sys.exit(run_command(cli_evaluate))

@@ -179,9 +179,17 @@ def _compute_s(case: PlanRequest, device: Device, prompts: int) -> float:
     """Seconds in which one device computes a token of each prompt, with all weights there; keys and values half as long
     as at the end."""
     architecture = case.architecture
-    one_token = {"max_seq_length": 1, "micro_batch_size": prompts, "sequences_per_row": 1, "num_microbatches": 1}
-    plain = {"sequence_chunks": 1, "mlp_chunk_tokens": None, "unpacks_once": False, "fused": False}
-    settings = replace(case.settings, **one_token, **plain)
+    settings = replace(
+        case.settings,
+        max_seq_length=1,
+        micro_batch_size=prompts,
+        sequences_per_row=1,
+        num_microbatches=1,
+        sequence_chunks=1,
+        mlp_chunk_tokens=None,
+        unpacks_once=False,
+        fused=False,
+    )
     hardware = replace(case.hardware, devices=(device,))
     layers = analytic_costs(architecture, settings, hardware).costs.layers
     seconds = sum(layer.forward_s for layer in layers)

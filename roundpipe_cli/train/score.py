@@ -94,6 +94,7 @@ def scored_batches(
         scorer = Scorer(engine, planner, steps, stopping=lambda: False)
         known = "about {}, by times measured before" if planner.measured else "at least {}, by layers' sizes, ASSUMED"
         planned = known.format(format_seconds(scorer.planned_s(len(batches))))
+        planned += ", and what reading from disk adds" if setup.store.is_mapped else ""
         tell_notices(tell, planner.notice, f"scoring {counted(total, 'token')}: {planned}")
         microbatches = (collate_rows([rows[index] for index in batch], pad) for batch in batches)
         scores = zip(batches, scorer.scores(microbatches, step=0, top_k=top_k), strict=True)

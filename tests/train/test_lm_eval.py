@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,24 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.e2e import STAGES, finetune, make_workspace, run, smollm2_folder
+from tests.support.e2e import (
+    STAGES,
+    child_environment,
+    finetune,
+    make_workspace,
+    python,
+    run,
+    smollm2_folder,
+)
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not INSTALLED, reason="needs lm-eval: pip install 'roundpipe-cli[eval]'")
-TASKS = "own_choice", "own_text"
+TASKS = "own_choice", "own_text", "own_answer"
 WORDS = ("--tasks", ",".join(TASKS), "--include-path", "tasks", "--json")
 
 
 def write_tasks(folder: Path) -> None:
-    """A task of choices and one of whole texts, shorter and longer than a row of 64 tokens; one of answers, one without
+    """Tasks of choices, of whole texts, shorter and longer than a row of 64 tokens, and of answers; one without
     its data."""
     (folder / "tasks").mkdir()
     choices = [{"q": f"{n} plus one is", "choices": [f" {n + 1}", " seven or so", " a"], "a": n % 3} for n in range(9)]
@@ -31,10 +41,13 @@ def write_tasks(folder: Path) -> None:
     whole["metric_list"] = [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]
     choice: dict[str, Any] = {"doc_to_text": "{{q}}", "doc_to_choice": "{{choices}}", "doc_to_target": "a"}
     choice["metric_list"] = [{"metric": "acc"}, {"metric": "acc_norm"}]
+    answer: dict[str, Any] = {"doc_to_text": "Question: {{q}}\nAnswer:", "doc_to_target": "{{choices[0]}}"}
+    answer["metric_list"] = [{"metric": "chrf"}, {"metric": "ter"}]
+    answer["generation_kwargs"] = {"until": ["Question:", "\n\n", "e"], "max_gen_toks": 16, "do_sample": False}
     for name, kind, keys, rows in (
         (TASKS[0], "multiple_choice", choice, choices),
         (TASKS[1], "loglikelihood_rolling", whole, texts),
-        ("own_answer", "generate_until", whole, texts),
+        (TASKS[2], "generate_until", answer, choices),
         ("own_lost", "loglikelihood_rolling", whole, None),
     ):
         data = folder / f"{name}.jsonl"
@@ -82,13 +95,14 @@ def test_figures_of_a_result_before_and_after_are_lm_evals_own(trained: Path) ->
     assert_same(found["after"], theirs(trained, PeftModel.from_pretrained(base, trained / "out"), tokenizer))
     assert found["before"]["own_text"] != found["after"]["own_text"]
     done = run(trained, "eval", "recipe.yaml", *WORDS[:-1], "--limit", "2").expect(0)
-    assert [line.split()[0] for line in done.out.splitlines()] == ["task", *["own_choice"] * 2, *["own_text"] * 2]
+    assert [line.split()[0] for line in done.out.splitlines()] == ["task", *(name for name in TASKS for _ in range(2))]
 
 
 @needs_lm_eval
 def test_what_cannot_be_evaluated_is_one_error(trained: Path) -> None:
     for name, words, wanted in (
-        ("own_answer", (), ["generate_until", "export --merge"]),
+        ("own_answer", ("max_seq_length=16",), ["leave no room", "max_seq_length=32"]),
+        ("own_choice,", (), ["without a name"]),
         ("own_lost", (), ["data cannot be read", "own_lost"]),
         ("own_choise", (), ["no such task", "own_choice"]),
         ("own_choice", ("--include-path", "nowhere"), ["--include-path is no folder"]),
@@ -97,6 +111,28 @@ def test_what_cannot_be_evaluated_is_one_error(trained: Path) -> None:
         done = run(trained, "eval", "recipe.yaml", "--tasks", name, "--include-path", "tasks", "--offline", *words)
         done.expect(2)
         assert done.err.count("error:") == 1 and all(text in done.err for text in wanted), done.err
+
+
+@needs_lm_eval
+def test_lm_evals_own_program_knows_our_model(trained: Path) -> None:
+    words = ["-m", "roundpipe_cli.cli.lm_eval_program", "--model", "roundpipe", "--batch_size", "4"]
+    words += ["--model_args", "target=out,offline=True,max_seq_length=64", "--tasks", "own_answer,own_choice"]
+    words += ["--include_path", "tasks", "--output_path", "figures"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=trained, env=child_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = (trained / "figures").rglob("results_*.json")
+    ours = json.loads(run(trained, "eval", "out", *WORDS).expect(0).out)["after"]
+    found = json.loads(file.read_text())["results"]
+    for name in ("own_answer", "own_choice"):
+        assert {key: found[name][key] for key in ours[name]} == pytest.approx(ours[name], rel=1e-6)
+
+
+def test_a_missing_target_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = "from roundpipe_cli.cli.score import find_target; import sys\ntry: find_target('lost.yaml', (), None)\n"
+    done = python(f"{code}except Exception as error: print(error.exit_code, 'torch' in sys.modules)", tmp_path)
+    assert done.stdout.split() == ["2", "False"], done.stderr
 
 
 @pytest.mark.slow
