@@ -32,7 +32,9 @@ LENGTH = ("max_seq_length=64",)
 
 
 def make_model(folder: Path, tokenizer: Path, blocks: int) -> int:
-    """Write the model; bytes of its weights."""
+    """Write the model, unless it is there; bytes of its weights."""
+    if files := list(folder.glob("*.safetensors")):
+        return sum(file.stat().st_size for file in files)
     known = AutoTokenizer.from_pretrained(str(tokenizer))
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = LlamaConfig(num_hidden_layers=blocks, vocab_size=len(known), tie_word_embeddings=False, **sizes)
@@ -55,11 +57,12 @@ def limited(num_bytes: int) -> Iterator[Path]:
         folder.rmdir()
 
 
-def started(group: Path, *words: str) -> subprocess.Popen[str]:
-    """`roundpipe WORDS` inside a cgroup."""
+def started(group: Path, said: Path, *words: str) -> subprocess.Popen[str]:
+    """`roundpipe WORDS` inside a cgroup, what it says in a file."""
     inside = f'echo $$ > {group}/cgroup.procs; exec "$@"'
     command = ["sh", "-c", inside, "sh", sys.executable, "-m", "roundpipe_cli", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with said.open("w") as file:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
 
 
 def own_bytes(process: int) -> int:
@@ -76,22 +79,21 @@ def own_bytes(process: int) -> int:
 def measure(group: Path, model: Path, batch: int, prompts: Path) -> tuple[float, int]:
     """(seconds of all passes, most bytes of the process)."""
     words = ["generate", str(model), "--stream", "--prompts", str(prompts), "--batch-size", str(batch), "--offline"]
-    process, most, began_s = started(group, *words, "--max-new-tokens", str(NEW_TOKENS), "--json"), 0, 0.0
-    assert process.stderr is not None and process.stdout is not None
-    os.set_blocking(process.stderr.fileno(), False)
-    said = ""
+    words += ["--max-new-tokens", str(NEW_TOKENS), "--json"]
+    said, most, began_s = prompts.with_suffix(".log"), 0, 0.0
+    process = started(group, said, *words)
+    assert process.stdout is not None
     while process.poll() is None:
         with contextlib.suppress(OSError):
             most = max(most, own_bytes(process.pid))
-        said += process.stderr.read() or ""
-        if not began_s and "the most probable tokens" in said:
+        if not began_s and "the most probable tokens" in said.read_text():
             began_s = time.monotonic()
         time.sleep(0.1)
     took_s = time.monotonic() - began_s
     answers = [json.loads(line) for line in process.stdout.read().splitlines()]
-    assert process.returncode == 0 and len(answers) == batch, said
+    assert process.returncode == 0 and len(answers) == batch, said.read_text()
     assert all(one["tokens"] == NEW_TOKENS for one in answers), answers
-    print(next(line for line in said.splitlines() if "streaming:" in line))
+    print(next(line for line in said.read_text().splitlines() if "streaming:" in line))
     return took_s, most
 
 
@@ -109,7 +111,16 @@ def main() -> None:
     try:
         with limited(limit) as group:
             for batch in map(int, given.batches.split(",")):
-                planned = started(group, "plan", str(folder / "model"), *LENGTH, "--generate", str(batch), "--json")
+                planned = started(
+                    group,
+                    folder / "plan.log",
+                    "plan",
+                    str(folder / "model"),
+                    *LENGTH,
+                    "--generate",
+                    str(batch),
+                    "--json",
+                )
                 plan = json.loads(planned.communicate()[0])["generate"]["streamed"]
                 prompts = folder / "prompts.txt"
                 prompts.write_text("What is a lock file?\n" * batch)

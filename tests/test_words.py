@@ -217,6 +217,7 @@ RUN_ELSEWHERE = {
     "python scripts/recipe_pages.py": "tests/recipe/test_recipe_keys.py",
     "python scripts/recipe_verdicts.py": "tests/planning/test_shipped_recipes.py, on the functions that it calls",
     "python scripts/": "minutes: by hand",
+    "python -m roundpipe_cli.cli.eval": "tests/train/test_lm_eval.py",
     "python -m tests.": "by hand: they rewrite golden files",
     "roundpipe finetune": "tests/train/test_finetune_*.py, with tiny models",
     "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_bench_run.py",

@@ -26,7 +26,7 @@ from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.units import counted, format_bytes
 
 MAX_POWER = 8
-"""Of two: prompts of the largest batch that is offered."""
+"""Power of two that is the largest batch which is offered."""
 CACHE_PASSES = 3
 """Times that keys and values are read or written for a token: transformers' cache copies them to add one."""
 
@@ -40,7 +40,7 @@ class Generation:
     pass_s: float
     """Seconds for a token of each prompt."""
     device: Need
-    """Of the GPU with the largest need; empty on processors."""
+    """Need of the GPU with the largest; empty on processors."""
     host: Need
     passing_bytes: int
     """Bytes of weights that come past for each token."""
@@ -48,7 +48,7 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all prompts together, behind their first token."""
+        """Tokens of all prompts together, behind their first ones."""
         return self.prompts / self.pass_s
 
 
@@ -93,7 +93,7 @@ def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generat
 
 
 def generation_document(question: PlanRequest, prompts: int) -> dict[str, Any]:
-    """Both ways for `--json`, in bytes and seconds, and the batch that helps."""
+    """Figures of both ways for `--json`, in bytes and seconds, and the batch that helps."""
     document: dict[str, Any] = {"prompts": prompts, "tokens_of_each": question.settings.max_seq_length}
     for name, way in _ways(question, prompts).items():
         document[name] = {"fits": way.fits, "pass_s": way.pass_s, "tokens_per_s": way.tokens_per_s}
@@ -105,7 +105,7 @@ def generation_document(question: PlanRequest, prompts: int) -> dict[str, Any]:
 
 
 def generation_lines(question: PlanRequest, prompts: int) -> list[str]:
-    """Both ways for the user, and the batch that helps."""
+    """Lines on both ways, and on the batch that helps."""
     each = f"{question.settings.max_seq_length:,} tokens with its prompt, in {question.settings.dtype}"
     lines = [f"answers to {counted(prompts, 'prompt')} at once, each of {each} (predicted, behind the first token)"]
     for name, way in _ways(question, prompts).items():

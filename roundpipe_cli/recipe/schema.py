@@ -569,7 +569,7 @@ class Recipe:
     """Steps between two evaluations (loss and perplexity, in eval.jsonl), a fraction (below 1) of all steps, or
     `epoch`: after each epoch. One is also made at the end; null is at the end only."""
     eval_samples: Annotated[int, Range(0, 64)] = 0
-    """Answers generated at each evaluation, to the prompts of the first evaluation rows, with the weights streamed as by
+    """Answers generated at each evaluation, to the prompts of the first evaluation rows, with weights streamed as by
     `generate`."""
     eval_max_new_tokens: Annotated[int, Range(1, 4096)] = 64
     """Tokens of a generated answer at most."""

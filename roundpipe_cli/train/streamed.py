@@ -18,6 +18,7 @@ from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S
 from roundpipe_cli.costs.machine import cpu_devices, host_memory, slow_in_16_bit, this_machine
 from roundpipe_cli.costs.nvidia_smi import visible_gpus
 from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.host_memory import UnusedHeap, settle_heap
 from roundpipe_cli.engine.streaming import StreamedModel
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.events import Notice, Tell, tell_notices
@@ -79,6 +80,7 @@ def opened_model(
         model, tokenizer = load_result(result, source, dtype, is_adapter=is_adapter)
         yield move_to_gpu(model, lambda text: tell(Notice(text))), tokenizer, None
         return
+    settle_heap()
     tokenizer, devices = tokenizer_of(result, source, is_adapter=is_adapter), choose_devices("auto")[0]
     devices, start = tuple(dict.fromkeys(devices)), result if is_adapter else None
     file, on_host = result / "recipe.yaml", devices == ("cpu",)
@@ -95,11 +97,14 @@ def opened_model(
         recipe = replace(recipe, weights="mmap")
     store = make_weight_store(recipe, layouts, tell)
     if cache_bytes is None:
-        cache_bytes = _budget(model, split, store, devices, batch_size * _num_tokens(tokenizer, longest))
+        cache_bytes = _budget(
+            model, split, store, devices=devices, num_tokens=batch_size * _num_tokens(tokenizer, longest)
+        )
     plans = _plans(store, devices, cache_bytes)
     tell_notices(tell, *_describe(plans, devices, is_mapped=store.is_mapped))
     kept = packed if formats[0] == formats[1] else ()
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, trains=False, tell=tell)
+    UnusedHeap().give_back()
     pairs = list(zip(make_backends(devices, torch.get_num_threads()), plans, strict=True))
     with PageLocks(store, devices, "auto", tell), StreamedModel(model, split, store, pairs) as streamed:
         yield streamed.model, tokenizer, " and ".join(devices).replace("cpu", "the processor")
@@ -114,7 +119,9 @@ def answering(setup: Setup, num_tokens: int | None = None) -> Iterator[Any]:
             them; None: they have no room, as workers have theirs.
     """
     recipe, devices = setup.recipe, tuple(dict.fromkeys(setup.devices))
-    budget = 0 if num_tokens is None else _budget(setup.model, setup.split, setup.store, devices, num_tokens)
+    budget, parts = 0, (setup.model, setup.split, setup.store)
+    if num_tokens is not None:
+        budget = _budget(*parts, devices=devices, num_tokens=num_tokens)
     how = {"float16_accumulation": recipe.float16_accumulation, "deterministic": recipe.deterministic}
     backends = make_backends(devices, torch.get_num_threads(), **how)
     pairs = list(zip(backends, _plans(setup.store, devices, budget), strict=True))
@@ -124,13 +131,13 @@ def answering(setup: Setup, num_tokens: int | None = None) -> Iterator[Any]:
 
 
 def _plans(store: WeightStore, devices: Sequence[str], budget_bytes: int) -> list[DevicePlan]:
-    """What stays on devices in `budget_bytes` each; processors use the host's memory where it lies."""
+    """Layers of the devices, which stay there in `budget_bytes` each; processors use the host's memory where it lies."""
     if devices[0] == "cpu" and not store.is_mapped:
         budget_bytes = sys.maxsize
     return plan_devices([layout.num_bytes for layout in store.layouts], len(devices), budget_bytes)
 
 
-def _budget(model: Any, split: ModelSplit, store: WeightStore, devices: Sequence[str], num_tokens: int) -> int:
+def _budget(model: Any, split: ModelSplit, store: WeightStore, *, devices: Sequence[str], num_tokens: int) -> int:
     """Bytes of each device for weights, beside what is kept of so many tokens: keys and values, of which recurrent
     blocks keep less."""
     config = model.config.get_text_config()

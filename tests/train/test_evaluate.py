@@ -26,6 +26,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import EvaluationFinished, Event
 from roundpipe_cli.schedule.builders import build_forward
+from roundpipe_cli.train import evaluate
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_best, list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import load_newest
@@ -379,6 +380,23 @@ def test_samples_are_the_greedy_answers_of_generate(whole: tuple[Path, Outcome])
         ids = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
         output = plain.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert sample["answer"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def without_room() -> None:
+    """No device has memory for answers beside its training, in a process that is started."""
+
+    def refused(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    evaluate.answering = refused  # type: ignore[assignment]
+
+
+def test_samples_are_the_same_where_no_card_has_room_to_stream_them(folder: Path, whole: tuple[Path, Outcome]) -> None:
+    done = launch(folder, "finetune", "recipe.yaml", *EVALUATION, before=without_room).finish().expect(0)
+    assert done.err.count("a whole forward for each token") == 2
+    assert [row["samples"] for row in evaluations(folder / "out")] == [
+        row["samples"] for row in evaluations(whole[0] / "out")
+    ]
 
 
 def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_in_export: Path) -> None:

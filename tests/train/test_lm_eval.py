@@ -115,7 +115,7 @@ def test_what_cannot_be_evaluated_is_one_error(trained: Path) -> None:
 
 @needs_lm_eval
 def test_lm_evals_own_program_knows_our_model(trained: Path) -> None:
-    words = ["-m", "roundpipe_cli.cli.lm_eval_program", "--model", "roundpipe", "--batch_size", "4"]
+    words = ["-m", "roundpipe_cli.cli.eval", "--model", "roundpipe", "--batch_size", "4"]
     words += ["--model_args", "target=out,offline=True,max_seq_length=64", "--tasks", "own_answer,own_choice"]
     words += ["--include_path", "tasks", "--output_path", "figures"]
     done = subprocess.run(

@@ -114,7 +114,7 @@ def test_room_is_left_for_what_the_cache_takes(
     skeleton, split, _ = streamed._skeleton(source, torch.float32, None)
     store: Any = SimpleNamespace(layouts=[SimpleNamespace(whole_bytes=0)])
     monkeypatch.setattr(streamed, "host_memory", lambda: SimpleNamespace(available_bytes=10**9))
-    free, left = (streamed._budget(skeleton, split, store, ("cpu",), num_tokens) for num_tokens in (0, 2 * 6))
+    free, left = (streamed._budget(skeleton, split, store, devices=("cpu",), num_tokens=count) for count in (0, 2 * 6))
     model, _ = load_result(tmp_path, source, "float32", is_adapter=False)
     cache = DynamicCache()
     with torch.no_grad():
@@ -143,6 +143,19 @@ def test_only_a_model_that_does_not_fit_is_streamed(tmp_path: Path, monkeypatch:
     (whole, before), (passing, said) = found
     assert len({one.text for one in whole}) == 2 and whole == passing
     assert [any("streaming:" in text for text in some) for some in (before, said)] == [False, True]
+
+
+def test_a_processor_that_is_slow_in_16_bit_streams_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_model(tmp_path, "llama", num_hidden_layers=2, dtype="bfloat16")
+    how: dict[str, Any] = {"is_adapter": False, "stream": True, "folder": base, "longest": PROMPTS[1], "batch_size": 2}
+    found, said = [], list[str]()
+    for slow in (None, "slow: no AVX-512 here; set dtype=float32"):
+        monkeypatch.setattr(streamed, "slow_in_16_bit", lambda dtype, slow=slow: slow)
+        tell = lambda event: said.append(getattr(event, "text", ""))  # noqa: E731
+        with opened_model(base, source_of(base), "bfloat16", tell=tell, **how) as (model, _, _):
+            found.append(model.dtype)
+    assert found == [torch.bfloat16, torch.float32]
+    assert "slow: no AVX-512 here: streaming in float32" in said
 
 
 def test_a_batch_is_advised_below_one_token_a_second() -> None:
