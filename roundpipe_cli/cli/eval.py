@@ -1,4 +1,4 @@
-"""`roundpipe eval`: tasks of lm-eval on a recipe, a result or a checkpoint; and lm-eval's own program with our model."""
+"""`roundpipe eval`: tasks of lm-eval on a recipe, a result or a checkpoint; lm-eval's own program with our model."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def opened_setup(
 
 
 def register() -> None:
-    """Teach lm-eval, in this process, the model `roundpipe`: `--model_args target=outputs/first`, with `base`, `offline`,
-    `allow_other_base` and keys of the recipe behind it."""
+    """Teach lm-eval, in this process, the model `roundpipe`: `--model_args target=outputs/first`, behind it `base`,
+    `offline`, `allow_other_base` and keys of the recipe."""
     from lm_eval.api.registry import register_model
 
     from roundpipe_cli.cli.lines import LinePrinter

@@ -131,7 +131,7 @@ def answering(setup: Setup, num_tokens: int | None = None) -> Iterator[Any]:
 
 
 def _plans(store: WeightStore, devices: Sequence[str], budget_bytes: int) -> list[DevicePlan]:
-    """Layers of the devices, which stay there in `budget_bytes` each; processors use the host's memory where it lies."""
+    """Layers of the devices, and what stays in `budget_bytes` each; processors read the host's memory in place."""
     if devices[0] == "cpu" and not store.is_mapped:
         budget_bytes = sys.maxsize
     return plan_devices([layout.num_bytes for layout in store.layouts], len(devices), budget_bytes)
