@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 CGROUPS = Path("/sys/fs/cgroup")
-NEW_TOKENS = 8
+NEW_TOKENS = 3
 OF_WEIGHTS = (".tmp-weights-", ".safetensors")
 LENGTH = ("max_seq_length=64",)
 

@@ -112,7 +112,7 @@ def test_room_is_left_for_what_the_cache_takes(
 ) -> None:
     source = source_of(make_model(tmp_path, model_type, num_hidden_layers=2, num_key_value_heads=groups))
     skeleton, split, _ = streamed._skeleton(source, torch.float32, None)
-    store: Any = SimpleNamespace(layouts=[SimpleNamespace(whole_bytes=0)])
+    store: Any = SimpleNamespace(layouts=[SimpleNamespace(whole_bytes=0, num_bytes=0)] * 2)
     monkeypatch.setattr(streamed, "host_memory", lambda: SimpleNamespace(available_bytes=10**9))
     free, left = (streamed._budget(skeleton, split, store, devices=("cpu",), num_tokens=count) for count in (0, 2 * 6))
     model, _ = load_result(tmp_path, source, "float32", is_adapter=False)
