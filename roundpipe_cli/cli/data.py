@@ -56,10 +56,9 @@ def data(
     if json_:
         from roundpipe_cli.data.describe import data_document
 
-        most = loaded.recipe.max_seq_length
-        say_json(data_document(look.dataset, look.fill, look.samples, most), indent=None)
+        say_json(data_document(look.dataset, look.fill, look.samples, look.row_tokens), indent=None)
         return
-    for line in report_lines(look, loaded.recipe.max_seq_length):
+    for line in report_lines(look):
         say_data(line)
     _show_samples(look.samples)
 
@@ -72,6 +71,8 @@ class DataView:
     fill: Fill | None
     """None for rows that are not packed."""
     samples: list[RowSample]
+    row_tokens: int
+    """The recipe's `max_seq_length`."""
 
 
 def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
@@ -79,12 +80,14 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.new_tokens import load_with_tokens
-    from roundpipe_cli.train.prepare.rows import read_rows, read_teacher
+    from roundpipe_cli.train.prepare.rows import read_rows, read_teacher, with_row_length
     from roundpipe_cli.train.prepare.steps import mix_of
 
     recipe = loaded.recipe
     ways: dict[str, Any] = {"offline": offline, "weights": False, "tell": LinePrinter(1)}
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, **ways)
+    loaded = with_row_length(loaded, source, offline=offline, tell=ways["tell"])
+    recipe = loaded.recipe
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     dataset = read_rows(loaded, tokenizer, offline, say)
     teacher = read_teacher(loaded, dataset, tokenizer)
@@ -92,12 +95,12 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     dataset = replace(dataset, notices=(*dataset.notices, *of_teacher, *new.describe(dataset.rows)))
     shown = samples(dataset, tokenizer, recipe.seed, recipe.objective_kind.rows.sides)
     if recipe.scores_answers:
-        return DataView(dataset, None, shown)
+        return DataView(dataset, None, shown, recipe.row_tokens)
     mix = mix_of(recipe, dataset.rows_by_spec)
-    fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, shuffle=recipe.shuffle)
+    fill = fill_with_packing(mix, dataset.rows.lengths, recipe.row_tokens, recipe.seed, shuffle=recipe.shuffle)
     if recipe.packing == "auto":
         fill = replace(fill, choice=packing_choice(loaded, dataset))
-    return DataView(dataset, fill, shown)
+    return DataView(dataset, fill, shown, recipe.row_tokens)
 
 
 def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingChoice:
@@ -115,7 +118,7 @@ def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingCh
     return choose_packing(mix_of(recipe, trained.rows_by_spec), trained.rows.lengths, recipe, obstacle)
 
 
-def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
+def report_lines(look: DataView) -> Iterator[str]:
     """The lines of the report, without its samples."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
     from roundpipe_cli.data.rows import listed
@@ -144,7 +147,7 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     else:
         yield (
             f"packing {counted(len(lengths), 'row')} in {counted(look.fill.num_sequences, 'sequence')} of "
-            f"{max_seq_length} tokens, {100 * look.fill.ratio:.1f} % full"
+            f"{look.row_tokens} tokens, {100 * look.fill.ratio:.1f} % full"
         )
         if look.fill.choice is not None:
             yield look.fill.choice.describe()

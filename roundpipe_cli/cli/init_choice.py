@@ -301,7 +301,7 @@ def _about_plan(plan: Plan, why_rows: str, path: Path) -> Iterator[str]:
     question, verdict = plan.question, plan.verdict
     recipe, workers = question.given.recipe, question.num_workers * question.hardware.machines
     count = question.loaded.recipe.microbatches_per_step * question.settings.sequence_chunks
-    yield f"max_seq_length {recipe.max_seq_length}: longer rows are cut."
+    yield f"max_seq_length {recipe.row_tokens}: longer rows are cut."
     per_step, shares = recipe.gradient_accumulation_steps, sorted({count // workers, -(-count // workers)})
     each = f", {' or '.join(map(str, shares))} for each of {workers} workers"
     yield (

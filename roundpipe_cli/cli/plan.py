@@ -41,6 +41,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     from roundpipe_cli.costs.machine import NOT_USED, SLOW_NOTE
     from roundpipe_cli.planning.chunk_count import CHUNKS_KEY
     from roundpipe_cli.planning.what_if import summary_of
+    from roundpipe_cli.recipe.schema import LENGTH_KEY
     from roundpipe_cli.train.run_length import forecast, left_to_resume, run_length
 
     question, settings = answer.question, answer.question.settings
@@ -53,7 +54,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     lines = [f"{summary.word}: {what}", *(f"  {reason}" for reason in summary.reasons)]
     lines.append(f"  on {question.hardware.description}: {question.machine_source}")
     lines += [f"  {note}" for note in question.architecture.notes]
-    lines += [f"  {choice}" for choice in question.choices if choice.startswith(CHUNKS_KEY)]
+    lines += [f"  {choice}" for choice in question.choices if choice.startswith((CHUNKS_KEY, LENGTH_KEY))]
     lines += [f"  warning: {answer.warning}"] if answer.warning else []
     bubble = f"{question.tokens_per_step:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
     if summary.word == "DOES NOT FIT":
@@ -314,6 +315,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "reasons": list(verdict.reasons),
         "workers": answer.question.num_workers,
         "machines": answer.question.hardware.machines,
+        "max_seq_length": answer.question.settings.max_seq_length,
         "sequence_chunks": answer.question.settings.sequence_chunks,
         "forward_stages": [list(stage) for stage in answer.cut.forward_stages],
         "backward_stages": [list(stage) for stage in answer.cut.backward_stages],

@@ -98,7 +98,7 @@ def opened_target(
         RefusedError: there is no such thing, or torchrun started several processes.
     """
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.cli.training import ask_on_cards_worth_using, check_environment
+    from roundpipe_cli.cli.training import ask_on_cards_worth_using, check_environment, with_row_length
     from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.signals import Start
@@ -132,6 +132,7 @@ def opened_target(
         loaded, start, tell = rows(loaded), Start(offline=offline), LinePrinter(1)
         tell_notices(tell, *loaded.notices)
         place = check_sources(loaded, start, tell, source)
+        loaded = with_row_length(loaded, place, offline=offline, tell=tell)
         asked = ask_on_cards_worth_using(loaded, tell, found_config(place))
         loaded = loaded if asked is None else asked.given
         load_libraries()

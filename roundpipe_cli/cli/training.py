@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.cli.display import Display
     from roundpipe_cli.costs.find_model import FoundConfig
     from roundpipe_cli.events import Tell
+    from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.planning.question import PlanRequest
     from roundpipe_cli.recipe.load import LoadedRecipe
     from roundpipe_cli.train.nodes.group import Nodes
@@ -72,6 +73,16 @@ def check_environment(recipe: Recipe) -> torchrun.Process:
     if notice := torchrun.launched_without_ranks():
         say(f"note: {notice}")
     return process
+
+
+def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool, tell: Tell) -> LoadedRecipe:
+    """The recipe with `max_seq_length: auto` decided, for which alone torch and its rows are loaded now."""
+    if loaded.recipe.max_seq_length != "auto":
+        return loaded
+    quiet_libraries()
+    from roundpipe_cli.train.prepare import rows
+
+    return rows.with_row_length(loaded, source, offline=offline, tell=tell)
 
 
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:
@@ -148,6 +159,7 @@ def train_recipe(
     if is_first:
         require_trackers(loaded.recipe.report_to)
     source = check_sources(loaded, start, tell)
+    loaded = with_row_length(loaded, source, offline=start.offline, tell=tell)
     asked = ask_on_cards_worth_using(loaded, tell, found_config(source))
     refuse_too_large(asked)
     loaded = loaded if asked is None else asked.given

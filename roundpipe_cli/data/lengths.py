@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.messages import Content
@@ -22,6 +24,8 @@ from roundpipe_cli.regular_files import read_regular
 
 SAMPLED_ROWS = 400
 """Rows of a file that are read."""
+LARGEST = 16
+"""Rows of a file that may be its longest."""
 MARK = re.compile(r"<\|[^<>\s|]{1,40}\|>|</?[A-Za-z_]{1,40}>|\[/?[A-Z_]{2,20}\]")
 """A special token as templates write it, `<|im_end|>`: one token, however long its name."""
 WORD = re.compile(r"[^\W\d_]+|\d|\n+|[^\w\s]")
@@ -29,6 +33,7 @@ WORD_BYTES = 5
 """A word of more takes more than one token, one for so many bytes (letters of other scripts have two or three)."""
 TOKENIZER_NAME, TEMPLATE_NAME, SETTINGS_NAME = "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 4 * 1024**2
+Columns = Mapping[str, Any]
 EXCHANGE = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
 
 
@@ -98,11 +103,24 @@ def sample_lengths(spec: DatasetSpec, folder: Path | None, counter: TokenCounter
     Args:
         folder: as of `find_sources`.
     """
+    return _lengths(spec, folder, counter, lambda rows: list(islice(rows, SAMPLED_ROWS)))
+
+
+def longest_row(spec: DatasetSpec, folder: Path | None, counter: TokenCounter) -> int | None:
+    """Tokens of the longest row, the first of `LARGEST` by their characters; None where none can be read; as above."""
+    size = lambda columns: sum(len(str(value)) for value in columns.values())  # noqa: E731
+    return max(_lengths(spec, folder, counter, lambda rows: nlargest(LARGEST, rows, size)), default=None)
+
+
+def _lengths(
+    spec: DatasetSpec, folder: Path | None, counter: TokenCounter, chosen: Callable[[Iterator[Columns]], list[Columns]]
+) -> list[int]:
+    """Tokens of the `chosen` rows of each file."""
     lengths: list[int] = []
     with suppress(RefusedError, OSError, ValueError):
         for source in find_sources(spec, folder, offline=True)[:SAMPLED_ROWS]:
-            rows = islice(source.rows() if source.file is not None else (), SAMPLED_ROWS)
-            columns = [row.columns for row in rows if row.fault is None]
+            rows = source.rows() if source.file is not None else ()
+            columns = chosen(row.columns for row in rows if row.fault is None)
             if columns:
                 row_format = decide_format(source.spec, columns, source.name)
                 for row in columns:

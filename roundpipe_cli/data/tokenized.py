@@ -450,7 +450,7 @@ def choose_packing(
         lengths: tokens of each row.
         obstacle: see `decide_packing`.
     """
-    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
+    packer = Packer(lengths, recipe.row_tokens, recipe.seed, recipe.shuffle)
     mean = float(lengths[mix.order(0)].mean())
     return decide_packing(recipe, mean, mix.rows_per_epoch, lambda: count_sequences(mix, packer), obstacle=obstacle)
 
@@ -466,7 +466,7 @@ def decide_packing(
         count: counts the sequences that packing makes of these rows.
         obstacle: why this model or recipe cannot train on packed rows; None where it can.
     """
-    longest = recipe.max_seq_length
+    longest = recipe.row_tokens
     measured = f"rows have {mean:,.0f} tokens on average, max_seq_length is {longest:,}"
     if mean > SHORT_SHARE * longest:
         return PackingChoice(False, measured)

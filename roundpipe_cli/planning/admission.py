@@ -50,7 +50,7 @@ def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
         found.config,
         packing=recipe.packs,
         chunks=recipe.pipeline.num_chunks > 1,
-        max_seq_length=recipe.max_seq_length,
+        max_seq_length=recipe.row_tokens,
     )
 
 
@@ -124,7 +124,7 @@ def _scaled_positions(config: Mapping[str, Any], max_seq_length: int) -> str | N
 
 def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
     """Why `packing: auto` cannot pack this model's rows, as far as its configuration says; None where it can."""
-    return recipe.unpackable or rows_obstacle(found.config, recipe.max_seq_length)
+    return recipe.unpackable or rows_obstacle(found.config, recipe.row_tokens)
 
 
 def rows_obstacle(config: Mapping[str, Any], max_seq_length: int, *, in_chunks: bool = False) -> str | None:
@@ -139,7 +139,7 @@ def rows_obstacle(config: Mapping[str, Any], max_seq_length: int, *, in_chunks: 
 def chunk_obstacle(config: Mapping[str, Any], recipe: Recipe) -> str | None:
     """Why this model's rows cannot come in chunks, as far as recipe and configuration say; None where they can."""
     clashes = "; ".join(f"{key}: {why}" for key, why in chunk_clashes(recipe))
-    return clashes or rows_obstacle(config, recipe.max_seq_length, in_chunks=True)
+    return clashes or rows_obstacle(config, recipe.row_tokens, in_chunks=True)
 
 
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:

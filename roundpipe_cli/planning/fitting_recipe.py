@@ -34,7 +34,7 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
             other_machine = abs(int(shipped.verdict.hardware.partition("x")[0]) - question.num_workers)
         for words in dict.fromkeys([(), needed]):
             other_method = loaded.recipe.method != question.settings.method
-            is_longer = loaded.recipe.max_seq_length > max(4096, question.loaded.recipe.max_seq_length)
+            is_longer = loaded.recipe.row_tokens > max(4096, question.loaded.recipe.row_tokens)
             distance = -architecture.parameters, is_longer, words != (), other_method, other_machine
             candidates.append((distance, shipped, changed(loaded, words), words, architecture))
     for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):

@@ -46,6 +46,7 @@ from roundpipe_cli.planning.admission import (
 )
 from roundpipe_cli.planning.answers import Answers, answered
 from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, best_number, chunk_counts, with_chunks
+from roundpipe_cli.planning.row_length import with_estimated_length
 from roundpipe_cli.planning.token_budget import budgets, fastest, for_processors
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -241,7 +242,7 @@ def settings_of(recipe: Recipe, architecture: Architecture) -> TrainingSettings:
     """The recipe's values that decide costs and memory, for a model."""
     targets = recipe.lora.target_modules
     return TrainingSettings(
-        max_seq_length=recipe.max_seq_length,
+        max_seq_length=recipe.row_tokens,
         micro_batch_size=recipe.rows_per_microbatch,
         num_microbatches=recipe.microbatches_per_step * recipe.pipeline.num_chunks,
         sequences_per_row=len(recipe.objective_kind.rows.sides),
@@ -301,6 +302,7 @@ def ask(
         check_model(found, recipe)
     else:
         check_configuration(found, recipe)
+    loaded = with_estimated_length(loaded, found)
     architecture = counted_architecture(found, build).with_tokens(len(recipe.add_tokens))
     source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
@@ -351,10 +353,10 @@ def _decided(
     if any(device.is_cpu for device in machine.devices) and (slow := slow_in_16_bit(settings.dtype)):
         machine = _noting(machine, slow)
     machine = _leaving_gaps(machine, settings)
-    choices: tuple[str, ...] = ()
+    choices = tuple(filter(None, [loaded.length_note]))
     if recipe.pipeline.sequence_chunks == "auto":
         count, why = _auto_chunks(recipe, found, (architecture, settings, machine), answers)
-        recipe, choices = with_chunks(recipe, count), tuple(filter(None, [why]))
+        recipe, choices = with_chunks(recipe, count), (*choices, *filter(None, [why]))
     elif recipe.pipeline.num_chunks > 1:
         recipe = with_chunks(recipe, recipe.pipeline.num_chunks)
     if recipe.micro_batch_tokens == "auto":
@@ -426,13 +428,14 @@ def _auto_chunks(
         return _tiered(replace(one, micro_batch_tokens=budget), *figures)
 
     def work() -> int:
-        return best_number(recipe, {count: case(count, cards[0]) for count in chunk_counts(recipe.max_seq_length)})
+        devices = machine.devices[:1] if on_cpu else machine.devices
+        return best_number(recipe, {count: case(count, devices) for count in chunk_counts(recipe.row_tokens)})
 
     on_cpu = all(device.is_cpu for device in machine.devices)
-    cards = [machine.devices[:1]] if on_cpu else [machine.devices, *larger_cards(machine.devices)]
+    cards = [machine.devices, *larger_cards(machine.devices)]
     if architecture.is_guess or any(judge_coarsest(case(1, devices)).fits for devices in cards):
         return 1, None
-    what = f"rows of {recipe.max_seq_length:,} tokens do not fit whole"
+    what = f"rows of {recipe.row_tokens:,} tokens do not fit whole"
     if (obstacle := chunk_obstacle(found.config, recipe)) is not None:
         return 1, f"{CHUNKS_KEY}=1: {what}, and chunks are not possible: {obstacle}"
     key = "chunks", recipe, *figures
@@ -440,7 +443,7 @@ def _auto_chunks(
     if count == 1:
         return 1, f"{CHUNKS_KEY}=1: {what}, nor in chunks"
     how = "for processors, whatever the number of workers" if on_cpu else f"fastest on {_cards(machine)}"
-    return count, f"{CHUNKS_KEY}={count}: {how}, {-(-recipe.max_seq_length // count):,} tokens each: {what}"
+    return count, f"{CHUNKS_KEY}={count}: {how}, {-(-recipe.row_tokens // count):,} tokens each: {what}"
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
@@ -463,7 +466,7 @@ def describe_budget(recipe: Recipe, machine: Hardware | None) -> str:
     Args:
         machine: None: nothing is known of the model on it.
     """
-    rows, tokens = f"{counted(recipe.rows_per_microbatch, 'row')} of {recipe.max_seq_length:,}", recipe.token_budget
+    rows, tokens = f"{counted(recipe.rows_per_microbatch, 'row')} of {recipe.row_tokens:,}", recipe.token_budget
     if machine is None:
         return f"micro_batch_tokens={tokens}: {rows}, for want of the model's figures"
     if all(device.is_cpu for device in machine.devices):

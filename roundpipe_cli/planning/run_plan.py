@@ -24,9 +24,9 @@ from roundpipe_cli.planning.question import (
     with_cards_of,
     without_small_cards,
 )
-from roundpipe_cli.planning.solve import best_remedies
+from roundpipe_cli.planning.solve import best_remedies, longest_sequences
 from roundpipe_cli.planning.verdict import judge, judge_coarsest
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schema import LENGTH_KEY, Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.torchrun import this_process
 from roundpipe_cli.units import format_bytes
@@ -93,7 +93,11 @@ def check_fits(question: PlanRequest) -> None:
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
     as_found = replace(question.machine, host_memory_bytes=available)
     here = replace(question, hardware=machine, machine=as_found, answers=Answers())
-    best = "; ".join(change.what for change in best_remedies(here, None))
+    if loaded.length_note is not None and (fitting := longest_sequences(here)):
+        found = f"{found}; {loaded.length_note}"
+        best = f"{LENGTH_KEY}={fitting[''][0]}, the most that fits: `long_rows` says what happens to longer rows"
+    else:
+        best = "; ".join(change.what for change in best_remedies(here, None))
     hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
     hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
     for fewer in without_small_cards(replace(question, settings=case.settings, hardware=machine)):

@@ -180,7 +180,7 @@ def faster_in_chunks(plan: Plan) -> tuple[Change, ...]:
     waits = plan.bubble_ratio > 1 - 1 / WORTH_CHUNKS and question.gpus
     if not (is_open and waits and plan.verdict.fits) or chunk_obstacle(question.found.config, recipe):
         return ()
-    counts = chunk_counts(recipe.max_seq_length // LONG_CHUNKS)[-3:]
+    counts = chunk_counts(recipe.row_tokens // LONG_CHUNKS)[-3:]
     tried = [Change((f"{CHUNKS_KEY}={count}",), IN_CHUNKS, 0.15) for count in counts]
     best = max(filter(None, (_with_speed(question, one) for one in tried)), key=lambda one: one.speed, default=AS_IS)
     return (best,) if best.speed >= WORTH_CHUNKS * plan.tokens_per_s else ()

@@ -547,10 +547,10 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
 
 def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
     path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
-    if recipe.token_budget is not None and recipe.token_budget < row:
+    if recipe.max_seq_length != "auto" and recipe.token_budget is not None and recipe.token_budget < row:
         what = "a row of max_seq_length tokens does not fit into a microbatch"
-        each = f"{recipe.max_seq_length} tokens"
-        each += " for each answer of a pair" if row > recipe.max_seq_length else ""
+        each = f"{recipe.row_tokens} tokens"
+        each += " for each answer of a pair" if row > recipe.row_tokens else ""
         hint = f"micro_batch_tokens={row}, or a smaller max_seq_length"
         findings.add(path, what, found=str(recipe.token_budget), expected=f"at least {row}: {each}", hint=hint)
 
@@ -559,12 +559,12 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
     splits, overlap = recipe.long_rows == "split", recipe.long_rows_overlap
     if overlap and not splits:
         findings.add(("long_rows_overlap",), "only sequences of a split row can overlap", hint="`long_rows: split`")
-    elif overlap >= recipe.max_seq_length:
+    elif recipe.max_seq_length != "auto" and overlap >= recipe.row_tokens:
         findings.add(
             ("long_rows_overlap",),
             "sequences that overlap in all their tokens have none to train",
             found=str(overlap),
-            expected=f"less than max_seq_length, {recipe.max_seq_length}",
+            expected=f"less than max_seq_length, {recipe.row_tokens}",
         )
     for path, dataset in _datasets_of(recipe):
         if splits and dataset.type not in ("auto", "text"):
@@ -641,12 +641,12 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
     for key, why in chunk_clashes(recipe):
         what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
         findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
-    most = max(1, recipe.max_seq_length // MIN_CHUNK_TOKENS)
-    if pipeline.num_chunks > most:
+    most = max(1, recipe.row_tokens // MIN_CHUNK_TOKENS)
+    if recipe.max_seq_length != "auto" and pipeline.num_chunks > most:
         findings.add(
             ("pipeline", "sequence_chunks"),
             f"chunks of fewer than {MIN_CHUNK_TOKENS} tokens: passing all stages takes longer than computing them",
-            found=f"{pipeline.num_chunks} chunks of max_seq_length {recipe.max_seq_length}",
+            found=f"{pipeline.num_chunks} chunks of max_seq_length {recipe.row_tokens}",
             expected=f"at most {most}",
             hint=f"pipeline.sequence_chunks={most}, or a larger max_seq_length",
         )

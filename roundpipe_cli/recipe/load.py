@@ -524,6 +524,8 @@ class LoadedRecipe:
     """One line each, for stderr: aliases, a shipped recipe in place of a missing file."""
     has_own_rate: bool = True
     """Whether file or overrides give `learning_rate`."""
+    length_note: str | None = None
+    """A line about the number that `max_seq_length: auto` became; None: the recipe gives one, or it is not known."""
 
     @property
     def rate_note(self) -> str | None:

@@ -124,6 +124,9 @@ Column = Annotated[
     str,
     Named(dict.fromkeys([*(name for kind in ROW_KINDS.values() for name in (*kind.fields, *kind.optional)), *FIGURES])),
 ]
+LENGTH_KEY = "max_seq_length"
+USUAL_ROW_TOKENS = 2048
+"""`max_seq_length` where a recipe has none."""
 MAX_LEARNING_RATE = 10
 """Higher ones are slips, such as 2e4 for 2e-4."""
 DEFAULT_LEARNING_RATES = {
@@ -439,8 +442,11 @@ class Recipe:
     val_set_size: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.0
     """Rows held out for evaluation and never trained on, chosen by `seed`: a number of rows, or a fraction (below 1) of
     all rows. 0 is none."""
-    max_seq_length: PositiveInt = 2048
-    """Tokens of the longest row; `long_rows` says what happens to longer ones. Activation memory grows with it."""
+    max_seq_length: Literal["auto"] | PositiveInt = USUAL_ROW_TOKENS
+    """Tokens of the longest row; `long_rows` says what happens to longer ones. Activation memory grows with it. `auto`
+    is the longest row of the data, those to evaluate on too, so that none is cut; a run stops at its start where that
+    does not fit, with the most tokens that do. The saved recipe holds the number; where rows cannot be read (`plan`
+    without the data, `eval`), 2048 stands for it."""
     packing: Literal["auto"] | bool = "auto"
     """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other. A step then has
     as many sequences as it has rows otherwise, and so more rows. `auto` does so where rows have at most half of
@@ -662,9 +668,14 @@ class Recipe:
         return -(-self.rows_per_step // -(-self.rows_per_step // most))
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row; the key's default while `auto` is not decided."""
+        return USUAL_ROW_TOKENS if self.max_seq_length == "auto" else self.max_seq_length
+
+    @property
     def tokens_of_full_row(self) -> int:
         """Tokens of the longest row; of both answers of a pair."""
-        return self.max_seq_length * len(self.objective_kind.rows.sides)
+        return self.row_tokens * len(self.objective_kind.rows.sides)
 
     @property
     def microbatches_per_step(self) -> int:

@@ -72,9 +72,9 @@ def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
     if setup.recipe.packs:
         num_sequences = sampler.num_sequences(0)
         tokens = int(setup.dataset.rows.lengths[mix.order(0)].sum())
-        capacity = num_sequences * setup.recipe.max_seq_length
+        capacity = num_sequences * setup.recipe.row_tokens
         lines.append(
-            f"packing: {mix.rows_per_epoch} rows in {num_sequences} sequences of {setup.recipe.max_seq_length} "
+            f"packing: {mix.rows_per_epoch} rows in {num_sequences} sequences of {setup.recipe.row_tokens} "
             f"tokens, {100 * tokens / capacity:.1f} % full"
         )
     return lines

@@ -171,10 +171,10 @@ def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     recipe = setup.recipe
     lengths = setup.dataset.rows.lengths
     tokens = int(lengths.max()) if longest else max(1, int(lengths.mean()))
-    context = recipe.max_seq_length if recipe.packs else tokens
+    context = recipe.row_tokens if recipe.packs else tokens
     rows = recipe.rows_per_microbatch
     if recipe.token_budget is not None:  # as many rows as fill it
-        rows = min(recipe.rows_per_step, rows * recipe.max_seq_length // context)
+        rows = min(recipe.rows_per_step, rows * recipe.row_tokens // context)
     return _Form(rows * len(recipe.objective_kind.rows.sides), max(1, context // recipe.pipeline.num_chunks), context)
 
 

@@ -90,7 +90,7 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.batch_size = batch_size
         self._setup, self._tell, self.tokenizer = setup, tell, setup.tokenizer
-        self._longest = setup.recipe.max_seq_length
+        self._longest = setup.recipe.row_tokens
 
     @property
     def eot_token_id(self) -> int:
@@ -204,9 +204,10 @@ LONGEST = "longest.jsonl"
 def with_longest_row(loaded: LoadedRecipe, folder: Path) -> LoadedRecipe:
     """The recipe with one row, in a file in `folder`, as long as rows of tasks may be."""
     recipe, file = loaded.recipe, folder / LONGEST
-    file.write_text(json.dumps({"text": "a " * recipe.max_seq_length}) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"text": "a " * recipe.row_tokens}) + "\n", encoding="utf-8")
     alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
     alone |= {"datasets": (DatasetConfig(path=str(file), type="text"),), "long_rows": "truncate"}
+    alone["max_seq_length"] = recipe.row_tokens
     return replace(loaded, recipe=replace(recipe, objective=Recipe.objective, **alone))
 
 

@@ -114,7 +114,7 @@ def scored_before(
 def estimated_kl(setup: Setup, scorer: Scorer, rows: Sequence[Row], step: int) -> torch.Tensor:
     """Divergence of the model from the reference, float64 0-dim: the mean over the rows' prompts, each with the answer
     of the row before it, of the difference of log-probabilities; 0 where that is below 0, or there is one row only."""
-    limit, pad = setup.recipe.max_seq_length, pad_token_id(setup.tokenizer)
+    limit, pad = setup.recipe.row_tokens, pad_token_id(setup.tokenizer)
     mixed = [row for row in map(partial(with_answer, limit=limit), rows, [rows[-1], *rows]) if row is not None]
     if len(rows) < 2 or not mixed:  # as one at an epoch's end
         return torch.zeros((), dtype=torch.float64)

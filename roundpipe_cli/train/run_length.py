@@ -74,8 +74,8 @@ class KnownRows:
         """Sequences of an epoch where rows of so many times the estimated tokens are packed."""
         if self.lengths is None:
             return self.per_epoch
-        lengths = np.clip(np.rint(times * self.lengths), 1, recipe.max_seq_length).astype(np.int64)
-        packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
+        lengths = np.clip(np.rint(times * self.lengths), 1, recipe.row_tokens).astype(np.int64)
+        packer = Packer(lengths, recipe.row_tokens, recipe.seed, recipe.shuffle)
         return math.ceil(count_sequences(self.mix, packer) * self.per_epoch / self.mix.rows_per_epoch)
 
 
@@ -98,7 +98,7 @@ def find_rows(loaded: LoadedRecipe, counter: TokenCounter | None = None) -> Know
     for spec, count, num_rows in zip(specs, counts, mix.source_rows, strict=True):
         mean = round(count.num_bytes / BYTES_PER_TOKEN / max(1, count.num_rows))  # of a cached hub dataset
         sample = np.array(sample_lengths(spec, loaded.folder, counter) or [mean], dtype=np.int64)
-        lengths.append(np.resize(np.minimum(sample, recipe.max_seq_length), num_rows))
+        lengths.append(np.resize(np.minimum(sample, recipe.row_tokens), num_rows))
     known, per_epoch = np.concatenate(lengths), mix_of(recipe, sizes).rows_per_epoch
     return KnownRows("", is_exact, total, per_epoch, mix, known if per_epoch and known.all() else None)
 

@@ -69,8 +69,8 @@ def _changes(meta: Mapping[str, Any], setup: Setup) -> list[str]:
         words.append(f"a step has {counted(recipe.rows_per_step, unit)} instead of {before}")
     if _packs(old, setup) != recipe.packs:
         words.append("rows are packed now" if recipe.packs else "rows are no longer packed")
-    elif recipe.packs and old.get("max_seq_length", recipe.max_seq_length) != recipe.max_seq_length:
-        words.append(f"rows are packed into {recipe.max_seq_length} tokens instead of {old['max_seq_length']}")
+    elif recipe.packs and old.get("max_seq_length", recipe.row_tokens) != recipe.row_tokens:
+        words.append(f"rows are packed into {recipe.row_tokens} tokens instead of {old['max_seq_length']}")
     if _differing(meta, setup):
         words.append("the rows are others")
     return words
@@ -84,8 +84,8 @@ def _place(saved: SavedPosition, old: Mapping[str, Any], setup: Setup, sampler: 
     """Where the rows continue, and whether that is another place than the saved one: sequences that are packed in
     another way are not counted as before, so as much of the epoch is taken as done as was."""
     recipe, position = setup.recipe, Position(**asdict(saved))
-    was_packed, length = _packs(old, setup), old.get("max_seq_length", recipe.max_seq_length)
-    is_other = was_packed != recipe.packs or (recipe.packs and length != recipe.max_seq_length)
+    was_packed, length = _packs(old, setup), old.get("max_seq_length", recipe.row_tokens)
+    is_other = was_packed != recipe.packs or (recipe.packs and length != recipe.row_tokens)
     if not is_other or position.starts_epoch:
         return position, False
     longest = int(setup.dataset.rows.lengths.max())

@@ -93,5 +93,5 @@ class Setup:
         if needed and recipe.kernels == "auto" and self.probe.can_attend_in_rows(**how):
             return True
         if recipe.packs:
-            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
+            check_mask_bytes(max_seq_length=recipe.row_tokens, micro_batch_size=recipe.rows_per_microbatch)
         return False

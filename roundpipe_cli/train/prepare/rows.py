@@ -22,16 +22,21 @@ from roundpipe_cli.data.tokenized import (
     hold_out,
     same_rows,
 )
-from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Notice, Say, Tell, tell_notices
+from roundpipe_cli.errors import ContradictionError, RefusedError
+from roundpipe_cli.events import Notice, Phase, Say, Tell, tell_notices
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.new_tokens import load_with_tokens
+from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.recipe.schema import LENGTH_KEY, DatasetConfig, Recipe
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.prepare.trainable import (
     same_named,
 )
 from roundpipe_cli.units import counted
 
+UNCUT = sys.maxsize
+"""`max_seq_length` where rows are as long as they are."""
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
 
@@ -39,8 +44,34 @@ def data_settings(loaded: LoadedRecipe, offline: bool, entries: Sequence[Dataset
     """The recipe's data keys in the data room's terms; `entries`: its `datasets`, or those to evaluate on."""
     recipe = loaded.recipe
     specs = tuple(spec_of(entry, recipe.objective_kind.example) for entry in entries)
-    own = {"datasets": specs, "folder": loaded.folder, "offline": offline}
+    is_whole = recipe.max_seq_length == "auto" or loaded.length_note is not None  # the same tokens in the cache
+    own: dict[str, Any] = {"datasets": specs, "folder": loaded.folder, "offline": offline}
+    own[LENGTH_KEY] = UNCUT if is_whole else recipe.row_tokens
     return DataSettings(**same_named(DataSettings, recipe) | own)
+
+
+def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool, tell: Tell) -> LoadedRecipe:
+    """The recipe with `max_seq_length: auto` decided by its rows, which are read: before anything is planned.
+
+    Raises:
+        RefusedError: see `build_dataset`.
+        ContradictionError: keys that do not go with rows of this length.
+    """
+    recipe = loaded.recipe
+    if recipe.max_seq_length != "auto":
+        return loaded
+    tell(Phase("tokenising the data, for its longest row"))
+    tokenizer, _ = load_with_tokens(source, recipe.add_tokens)
+    entries = [some for some in (recipe.datasets, recipe.eval_datasets) if some]
+    found = [build_dataset(data_settings(loaded, offline, some), tokenizer) for some in entries]
+    longest = max(found, key=lambda one: int(one.lengths.max()))
+    row, tokens = int(longest.lengths.argmax()), int(longest.lengths.max())
+    recipe = replace(recipe, max_seq_length=tokens)
+    if problems := contradictions(recipe):
+        raise ContradictionError(problems)
+    note = f"{LENGTH_KEY}={tokens} (auto): the longest row, {longest.where(longest.rows.row_ids[row])}"
+    tell(Notice(note))
+    return replace(loaded, recipe=recipe, length_note=note)
 
 
 def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) -> TokenizedDataset:
@@ -70,7 +101,7 @@ def read_teacher(
     folder, header = find_teacher(recipe.distill.teacher, loaded.folder)
     own: dict[str, Any] = {"vocabulary_hash": vocabulary_hash(tokenizer)}
     own["template_hash"] = template_hash(dataset.chat_template)
-    own["max_seq_length"] = recipe.max_seq_length
+    own[LENGTH_KEY] = recipe.row_tokens
     others = [key for key, value in own.items() if header.get(key) != value]
     teacher = open_teacher(folder, header, num_tokens=num_tokens or sys.maxsize, copy_to=copy_to)
     lacking = teacher.lacking(dataset.rows)

@@ -102,7 +102,7 @@ def with_packing(
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
     if recipe.unpackable is not None:
         return recipe.unpackable
-    shape = {"max_seq_length": recipe.max_seq_length, "micro_batch_size": recipe.rows_per_microbatch}
+    shape = {"max_seq_length": recipe.row_tokens, "micro_batch_size": recipe.rows_per_microbatch}
     try:
         check_packing(model, split, **shape)
         if recipe.kernels == "reference":  # whose masks are of all pairs of tokens
@@ -340,9 +340,9 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
             hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
         )
     if recipe.packs:
-        check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
+        check_packing(model, split, max_seq_length=recipe.row_tokens, micro_batch_size=recipe.rows_per_microbatch)
     if recipe.pipeline.num_chunks > 1:
-        check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
+        check_sequence_chunks(model, split, max_seq_length=recipe.row_tokens)
         if recipe.dtype != "float32" and recipe.kernels == "auto":
             tell_notices(tell, try_other_ends(device for device in devices if device != "cpu"))
 

@@ -26,7 +26,7 @@ def mix_of(recipe: Recipe, by_spec: Sequence[int]) -> RowMix:
 def grouping_of(recipe: Recipe, lengths: Lengths) -> Grouping:
     """How sequences become microbatches; `lengths`: tokens of each row; of a pair, of its longer answer."""
     num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
-    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
+    tokens = None if recipe.token_budget is None else num_rows * recipe.row_tokens
     return Grouping(lengths, num_rows, tokens, least)
 
 
@@ -38,7 +38,7 @@ def grouped_in_windows(recipe: Recipe, lengths: Lengths) -> list[list[RowBatch]]
     """The microbatches of rows that are gone through once in their order: windows of consecutive rows, in each of which
     rows of similar length are together. `lengths`: as of `grouping_of`."""
     grouping, starts = grouping_of(recipe, lengths), np.cumsum(lengths) - lengths
-    least = max(WINDOW_TOKENS, MIN_MICROBATCHES * recipe.rows_per_microbatch * recipe.max_seq_length)
+    least = max(WINDOW_TOKENS, MIN_MICROBATCHES * recipe.rows_per_microbatch * recipe.row_tokens)
     firsts = np.flatnonzero(np.diff(starts // least))
     windows = np.split(np.arange(len(lengths)), firsts + 1)
     return [grouping.group([(index,) for index in window.tolist()]) for window in windows]
@@ -55,7 +55,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset) -> BatchSampler:
 
 def sampler_of(recipe: Recipe, mix: RowMix, lengths: Lengths) -> BatchSampler:
     """As `rows_of_steps`, by the tokens of each row as a microbatch pads them; `packing` is decided."""
-    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
+    packer = Packer(lengths, recipe.row_tokens, recipe.seed, recipe.shuffle) if recipe.packs else None
     grouping = grouping_of(recipe, lengths)
     return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping=grouping)
 
