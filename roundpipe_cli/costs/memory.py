@@ -368,6 +368,8 @@ def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, 
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     temporaries = update_temporary_bytes(architecture, settings)
     num_inputs = len(layers) if settings.skip_last_projection else stages[1]
+    if chunks > 1:  # a run's first steps have one layer a stage, and the fewest sequences in a round
+        num_inputs = len(layers)
     of_teacher = settings.tokens_per_microbatch, settings.teacher_tokens
     return Need(
         {

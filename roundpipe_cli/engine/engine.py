@@ -389,6 +389,11 @@ class Engine:
         for worker in self._workers:
             worker.backend.release_unused()
 
+    def attend_in_rows(self) -> None:
+        """Tell blocks where rows lie, in place of masks, from the next step on; see `EngineOptions`."""
+        for worker in self._workers:
+            worker.runner.layers.model.attends_in_rows = True
+
     def _reserve(self, program: Program, *, trains: bool) -> None:
         for worker in self._workers:
             try:

@@ -335,6 +335,12 @@ class AdaptivePlanner:
         self._profile.clear()
         self._forget_schedules()
 
+    def become(self, other: AdaptivePlanner) -> None:
+        """Plan as `other` from now on, which was made for other microbatches, with the workers that are left here."""
+        if gone := range(self._num_workers, other._num_workers):
+            other.leave_out(gone)
+        vars(self).update(vars(other))
+
     def release_stages(self) -> None:
         """Go back to the stages that the planner chooses for devices that keep no weights."""
         self._kept = None

@@ -232,7 +232,7 @@ class Trainer:
             figures["tokens_per_s"] = tokens / figures["step_s"]
         planned, holds_all = self._reporting.planned, self.steps.auto_cache.holds_all
         longest, schedules = self._log.longest_row, self.steps.planner.schedules
-        recipe = replace(self.recipe, max_seq_length=min(longest or 0, self.recipe.row_tokens))
+        recipe = replace(self.steps.recipe_now, max_seq_length=min(longest or 0, self.recipe.row_tokens))
         needs = planned(recipe, schedules, holds_all) if planned and longest else []
         for need in needs:  # the longest step needs most: a short step has other stages
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}

@@ -17,7 +17,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.prepared import in_order_of_need
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.errors import OutOfDeviceMemoryError
+from roundpipe_cli.errors import OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.adapt import Fit, resumed_fit
@@ -33,6 +33,7 @@ from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import scored_before
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.ready import Setup
+from roundpipe_cli.train.prepare.setup import prove_chunks
 from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.units import shown_step
 
@@ -80,6 +81,12 @@ class StepRunner:
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         return needs_norm or recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self.auto_cache.is_open
 
+    @property
+    def recipe_now(self) -> Recipe:
+        """The recipe as steps are computed now, where that is in more chunks than it says."""
+        is_own = self.fit.sequence_chunks == self.recipe.pipeline.num_chunks
+        return self.recipe if is_own else self.fit.recipe(self.recipe)
+
     def _say(self, *texts: str | None) -> None:
         for text in filter(None, texts):
             self._tell(Notice(text))
@@ -113,6 +120,9 @@ class StepRunner:
         """How steps are shared with other machines."""
         if self.fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
+        if self.fit.sequence_chunks > self.recipe.pipeline.num_chunks:
+            prove_chunks(self.setup, self.recipe_now, self._tell)
+            self._cut_into_chunks()
 
     def scorer(self, stopping: Callable[[], bool] = lambda: False) -> Scorer:
         """Scores rows by the forward of these steps; `stopping`: whether the run is asked to stop."""
@@ -193,7 +203,9 @@ class StepRunner:
                 return run(step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
                 spare = self.auto_cache.spare if self._machines.is_only and not self.updates_early else None
-                smaller = self.fit.smaller(shown_step(step)) if self.recipe.on_oom == "adapt" else None
+                smaller = None
+                if self.recipe.on_oom == "adapt":
+                    smaller = self.fit.smaller(shown_step(step)) or (None if spare else self._in_chunks(step))
                 if spare is None and smaller is None:
                     raise
                 problem = error.problems[0]
@@ -204,11 +216,37 @@ class StepRunner:
             if spare is not None or smaller is None:  # an optional use of memory must not end a run
                 self._say(f"step {shown_step(step)}: {cause}; the step is computed again without {spare}")
                 continue
-            self.fit = smaller
+            self.fit, before = smaller, self.fit
             self._engine.use_less_memory()
+            if is_cut := smaller.sequence_chunks > before.sequence_chunks:
+                self._cut_into_chunks()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
             text = "this and all later steps use less memory; to begin a run this way, write"
+            text = f"in chunks, sums differ in their last bits; {text}" if is_cut else text
             self._say(f"step {shown_step(step)}: {cause}; the step is computed again: {text} {lines}")
+
+    def _in_chunks(self, step: int) -> Fit | None:
+        """The fit with more chunks to a sequence, proven for this model; None where it has none, which is said."""
+        longest = self.recipe.row_tokens if self.recipe.packs else int(self.setup.dataset.lengths.max())
+        fit = self.fit.in_more_chunks(shown_step(step), longest)
+        try:
+            if fit is not None:
+                recipe = fit.recipe(self.recipe)
+                prove_chunks(self.setup, recipe, self._tell)
+                make_planner(replace(self.setup, recipe=recipe)).schedule(recipe.microbatches_per_step)  # given stages
+        except RefusedError as error:
+            self._say(f"step {shown_step(step)}: rows cannot go on in chunks: {error.in_short}")
+            return None
+        return fit
+
+    def _cut_into_chunks(self) -> None:
+        """Plan for sequences in chunks from now on, which attend without masks where they can."""
+        setup = replace(self.setup, recipe=self.recipe_now)
+        if setup.attends_in_rows:
+            self._engine.attend_in_rows()
+        self.planner.become(make_planner(setup))
+        setup.probe.forget()
+        self.auto_cache.is_open = False
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, with what a reference says of them where there is one, and the number of tokens."""

@@ -56,12 +56,13 @@ def test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches(folder:
     assert "write micro_batch_size: 2, gradient_accumulation_steps: 2" in done.err
     assert "write micro_batch_size: 1, gradient_accumulation_steps: 4" in done.err
     rows, expected = metrics(folder / "out"), metrics(whole / "out")
-    assert rows[2]["segment"] == {"micro_batch_size": 4, "recompute": "layer", "first_step": 3}
+    segment = {"micro_batch_size": 4, "recompute": "layer", "first_step": 3, "sequence_chunks": 1}
+    assert rows[2]["segment"] == segment
     assert [row["segment"]["micro_batch_size"] for row in rows if "segment" in row] == [4, 2, 1]
     assert [row["loss_hex"] for row in rows[:3]] == [row["loss_hex"] for row in expected[:3]]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
     state = json.loads((folder / "out" / "step-00000004" / "state.json").read_text())["meta"]
-    assert state["fit"] == {"micro_batch_size": 2, "recompute": "layer", "first_step": 4}
+    assert state["fit"] == {**segment, "micro_batch_size": 2, "first_step": 4}
     report = json.loads((folder / "out" / "report.json").read_text())
     assert report["fit"]["recompute"] == "layer" and report["skipped_steps"] == 0
 
@@ -73,6 +74,26 @@ def test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches(folder:
     assert "micro_batch_size: changed" in finetune(folder, *resume, *other).expect(2).err
     finetune(folder, *resume, "micro_batch_size=2", "gradient_accumulation_steps=2").expect(0)
     assert len(metrics(folder / "out")) == 6
+
+
+def test_single_rows_go_on_in_chunks(folder: Path, whole: Path) -> None:
+    """Twice as many each time; rows, steps and losses stay, and a run resumes so, or with the lines that it names."""
+    faults = ",".join(f"compute:raise=MemoryError:step={step}:nth={nth}" for step, nth in ((1, 1), (1, 2), (3, 3)))
+    words = ("on_oom=adapt", "micro_batch_size=1", "gradient_accumulation_steps=4", "save_steps=1")
+    held = finetune(folder, *words, "max_steps=2", "output_dir=held", fault=faults).expect(5)
+    assert "step 2: rows cannot go on in chunks: " in held.err and "the stage with the head" in held.err
+    words += ("pipeline.forward_stages=auto", "pipeline.backward_stages=auto")
+    done = finetune(folder, *words, "max_steps=5", fault=faults).expect(0)
+    lines = "write micro_batch_size: 1, gradient_accumulation_steps: 4, pipeline.sequence_chunks: {}"
+    assert "in chunks, sums differ in their last bits" in done.err and lines.format(2) in done.err
+    assert "step 4: out of memory" in done.err and lines.format(4) in done.err
+    resumed = finetune(folder, *words, "max_steps=6", "--resume").expect(0)
+    assert "computed again" not in resumed.err
+    rows, expected = metrics(folder / "out"), metrics(whole / "out")
+    assert [row["segment"]["sequence_chunks"] for row in rows if "segment" in row] == [2, 4]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected] and len(rows) == 6
+    finetune(folder, *words, "max_steps=7", "--resume", "pipeline.sequence_chunks=4").expect(0)
 
 
 def test_nothing_left_to_adapt_and_no_wish_to(folder: Path) -> None:

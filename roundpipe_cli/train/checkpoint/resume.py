@@ -73,6 +73,7 @@ class SavedFit:
 
     micro_batch_size: Annotated[int, Range(1, MOST)]
     first_step: Whole
+    sequence_chunks: Annotated[int, Range(1, MOST)] = 1
 
 
 @dataclass
@@ -339,7 +340,8 @@ def _as_advised(fit: Mapping[str, Any] | None, old: Mapping[str, Any], recipe: R
     """Whether the microbatches are now those to which the run had adapted itself: the same rows in each step."""
     rows = old["micro_batch_size"] * old["gradient_accumulation_steps"]
     by_tokens = recipe.token_budget is not None, old.get("micro_batch_tokens") is not None
-    same_rows = recipe.rows_per_step == rows and by_tokens[0] == by_tokens[1]
+    in_chunks = fit is not None and fit.get("sequence_chunks", 1) == recipe.pipeline.num_chunks > 1
+    same_rows = recipe.rows_per_step == rows and (in_chunks or by_tokens[0] == by_tokens[1])
     return fit is not None and recipe.rows_per_microbatch == fit["micro_batch_size"] and same_rows
 
 

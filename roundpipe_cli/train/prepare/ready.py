@@ -25,6 +25,7 @@ from roundpipe_cli.model.head import TokenLoss
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.prepare.base_files import BaseFiles
+from roundpipe_cli.train.prepare.proof import BuildModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -60,6 +61,8 @@ class Setup:
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage."""
+    build: BuildModel | None = None
+    """Makes a smaller model of this kind, for a proof; None: nobody will ask for one."""
     loss: TokenLoss | None = None
     """A program's own training loss; None: cross entropy."""
     kept: dict[str, float] = field(default_factory=dict)

@@ -28,14 +28,14 @@ from roundpipe_cli.data.tokenized import (
 )
 from roundpipe_cli.engine.host_memory import settle_heap
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import ContradictionError, RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import disk_error, require_free_bytes
 from roundpipe_cli.model.attention import describe_slow_kernels, try_other_ends
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit, describe_repacking
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
-from roundpipe_cli.model.files.supported import check_mask_bytes
+from roundpipe_cli.model.files.supported import check_mask_bytes, chunk_refusal
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops, fused_counts
 from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
@@ -56,6 +56,7 @@ from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, with_chunks
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.planning.unpacking import Unpacking
+from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.regular_files import named_path
@@ -242,7 +243,11 @@ def prepare(
     proof = prove_once(model, split, recipe, build, tell)
     longest = max([int(dataset.lengths.max()), *(len(row.input_ids) for row in evaluation)])
     refuse_long_rows(longest, proof)
-    store = make_weight_store(recipe, layouts, tell, elsewhere(layouts))
+    planned = None
+    with suppress(RefusedError):  # another check reports what is wrong
+        planned = ask_here(loaded, asked)
+    maps = planned is not None and planned.settings.weights_on_disk
+    store = make_weight_store(recipe, layouts, tell, elsewhere(layouts), maps=maps)
     kept = packed if packed_as == stored else ()
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
@@ -265,6 +270,7 @@ def prepare(
         config_hash=config_fingerprint(source),
         start_hash=start_hash(start, recipe),
         fused=fused,
+        build=build,
         unpacks_once=decide_unpacking(loaded, packed_as if packed else None, tell, asked),
     )
 
@@ -345,6 +351,21 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
         check_sequence_chunks(model, split, max_seq_length=recipe.row_tokens)
         if recipe.dtype != "float32" and recipe.kernels == "auto":
             tell_notices(tell, try_other_ends(device for device in devices if device != "cpu"))
+
+
+def prove_chunks(setup: Setup, recipe: Recipe, tell: Tell) -> None:
+    """The checks and the proof of `prepare` for a run that goes on in chunks, as `recipe` says.
+
+    Raises:
+        RefusedError: the model, or the recipe, has no chunks.
+    """
+    if problems := contradictions(recipe):
+        raise ContradictionError(problems)
+    if setup.split.routers is not None:
+        raise chunk_refusal("output_router_logits", "a balancing loss, which is a sum over whole sequences")
+    assert setup.build is not None
+    _check_model(setup.model, setup.split, recipe, setup.devices, tell=tell)
+    prove_once(setup.model, setup.split, recipe, setup.build, tell)
 
 
 def _read_data(
@@ -432,12 +453,14 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
 
 
 def make_weight_store(
-    recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int] = ()
+    recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int] = (), *, maps: bool = False
 ) -> WeightStore:
-    """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short."""
+    """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short; `maps`: it
+    is, as `plan` counts."""
     num_bytes = sum(layout.num_bytes for layout in layouts)
     available = host_memory().available_bytes
-    short = recipe.weights == "auto" and recipe.method == "lora" and num_bytes > MAX_MEMORY_SHARE * available
+    is_open = recipe.weights == "auto" and recipe.method == "lora"
+    short = is_open and (maps or num_bytes > MAX_MEMORY_SHARE * available)
     if recipe.weights != "mmap" and not short:
         return WeightStore(layouts, elsewhere=elsewhere)
     folder = named_path(recipe.output_dir)
