@@ -299,7 +299,7 @@ def run_for_real(
     """Run the schedules of a recipe on its devices and print what was measured."""
     from roundpipe_cli.cli.display import Display
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.cli.training import ask_on_cards_worth_using
+    from roundpipe_cli.cli.training import ask_on_cards_worth_using, with_row_length
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.signals import Start
 
@@ -311,6 +311,7 @@ def run_for_real(
 
     printer = LinePrinter(1)
     source = check_sources(loaded, Start(), printer)
+    loaded = with_row_length(loaded, source, offline=False, tell=printer)
     quiet_libraries()
     source = fetch_model(loaded, Start(), printer, source)
     asked = ask_on_cards_worth_using(loaded, printer, found_config(source))

@@ -64,7 +64,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         total += (per_norm - size) * (query + key_value)
     total += size * (3 * query + 2 * key_value)
     width = architecture.intermediate_size
-    tensors = 4 if architecture.gated_mlp else 2
+    tensors = 4 if architecture.gated_mlp else 5 if architecture.spells_gelu else 2
     if architecture.clamps_gates:  # gate and up before and after the clamp, sigmoid, gated, product
         tensors = 7
     if block.num_experts:

@@ -54,6 +54,7 @@ _KEEPS_SCORES = frozenset(
         *("openai-gpt", "vaultgemma"),
     }
 )
+_SPELLS_GELU = frozenset({"gpt2", "gptj", "gpt_neo", "codegen", "openai-gpt", "phi"})
 _READS_SCORES = frozenset({"gemma2", "vaultgemma", "granite_swa", "granitemoe_swa"})
 _DROPS_SCORES = frozenset(
     {
@@ -176,6 +177,11 @@ class Architecture:
     def has_sinks(self) -> bool:
         """Each head has a sink, a number that takes part in the softmax: `model/attention.py`."""
         return self.model_type == "gpt_oss"
+
+    @property
+    def spells_gelu(self) -> bool:
+        """The activation is written out (`gelu_new`): each of its steps is kept for backward."""
+        return self.model_type in _SPELLS_GELU
 
     @property
     def clamps_gates(self) -> bool:

@@ -46,13 +46,12 @@ from roundpipe_cli.planning.admission import (
 )
 from roundpipe_cli.planning.answers import Answers, answered
 from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, best_number, chunk_counts, with_chunks
-from roundpipe_cli.planning.row_length import with_estimated_length
 from roundpipe_cli.planning.token_budget import budgets, fastest, for_processors
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schema import LENGTH_KEY, Recipe
 from roundpipe_cli.schedule.timeline import Timeline, busy_s
 from roundpipe_cli.sizes import check_sizes
 from roundpipe_cli.units import counted, format_bytes, format_count
@@ -302,7 +301,9 @@ def ask(
         check_model(found, recipe)
     else:
         check_configuration(found, recipe)
-    loaded = with_estimated_length(loaded, found)
+    if recipe.max_seq_length == "auto" and loaded.length_note is None:
+        why = "assumed for auto: `finetune` takes the longest row of the data"
+        loaded = replace(loaded, length_note=f"{LENGTH_KEY}={recipe.row_tokens}: {why}")
     architecture = counted_architecture(found, build).with_tokens(len(recipe.add_tokens))
     source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:

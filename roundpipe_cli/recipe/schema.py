@@ -368,7 +368,7 @@ class PipelineConfig:
     gated delta rules, as Qwen3.5 has them). A chunk has at least 8 tokens of `max_seq_length`; shorter rows that are
     not packed are padded to a token a chunk. `auto` is 1 where rows fit whole, otherwise the fastest of 2, 4, 8, 16 and
     32 that fits, by prediction for these cards; the saved recipe holds the number. On processors it is one for which
-    several workers have room, whatever their number."""
+    several workers have room, whatever their number, where these have none for whole rows."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`
@@ -600,7 +600,8 @@ class Recipe:
     with a copy of its metrics. null starts afresh."""
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
-    (same rows, same loss), compute the step again and say what to write here."""
+    (same rows, same loss), then cut single rows into chunks where `pipeline.sequence_chunks` may, compute the step
+    again and say what to write here."""
     on_device_loss: Literal["continue", "stop"] = "continue"
     """When a device fails or hangs: leave it out and compute the step again on the others, which changes no bit, and
     write a checkpoint; or stop with exit code 5. Where updates begin before a step ends (max_grad_norm of 0), a

@@ -48,9 +48,9 @@ class Fit:
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """The recipe that says from the start how chunks are computed now."""
-        steps = recipe.rows_per_step // self.micro_batch_size
-        sizes = {"micro_batch_size": self.micro_batch_size, "gradient_accumulation_steps": steps}
-        return with_chunks(replace(recipe, micro_batch_tokens=None, **sizes), self.sequence_chunks)
+        size, steps = self.micro_batch_size, recipe.rows_per_step // self.micro_batch_size
+        recipe = replace(recipe, micro_batch_tokens=None, micro_batch_size=size, gradient_accumulation_steps=steps)
+        return with_chunks(recipe, self.sequence_chunks)
 
     def divide(self, batches: Sequence[RowBatch], grouping: Grouping | None = None) -> list[RowBatch]:
         """A step's microbatches, each cut into microbatches of at most `micro_batch_size` sequences, or the tokens of

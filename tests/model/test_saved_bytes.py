@@ -33,7 +33,7 @@ SHARED_TOKENS = 0.04
 
 
 def window(model_type: str, tokens: int) -> dict[str, int]:
-    return {"sliding_window": tokens} if "sliding_window" in EXTRA[model_type] else {}
+    return {"sliding_window": tokens} if "sliding_window" in EXTRA.get(model_type, {}) else {}
 
 
 def saved_bytes(rig: Rig, fused: FusedOps | None = None, **how: Any) -> list[SavedBytes]:
@@ -156,9 +156,9 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
 # --- plan ------------------------------------------------------------------------------------------------------------
 
 FORETOLD = [
-    *("qwen3", "gemma2", "gpt_oss", "mixtral", "phi3", "olmo2", "gpt_neox", "starcoder2", "qwen2_moe"),
+    *("qwen3", "gemma2", "gpt_oss", "mixtral", "phi3", "olmo2", "gpt_neox", "starcoder2", "qwen2_moe", "codegen"),
     *swept(["llama", "qwen2", "gemma", "gemma3_text", "mistral", "qwen3_moe"]),  # as another one above
-    *swept(["smollm3", "granite", "glm4", "hunyuan_v1_dense"]),
+    *swept(["smollm3", "granite", "glm4", "hunyuan_v1_dense", "gpt2", "gptj", "phi"]),
 ]
 
 
@@ -167,7 +167,8 @@ FORETOLD = [
 @pytest.mark.parametrize("model_type", FORETOLD)
 def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     """Of widths and lengths where the rest is small beside what the model of memory knows."""
-    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **LONG}
+    width = 1024 if model_type in ("codegen", "gpt2", "gptj") else 512  # theirs is four times the hidden one
+    wide = {"hidden_size": 256, "intermediate_size": width, "head_dim": 64, **LONG}
     rig = make_rig(model_type, method, **wide, **window(model_type, 64))
     config: Any = rig.plain.config
     architecture = parse_config(config.to_dict(), name="tiny", source="tests")
