@@ -291,7 +291,7 @@ def plan_with_remedies(loaded: LoadedRecipe, hardware: str | None) -> tuple[Plan
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.planning.solve import remedies, speedups
-    from roundpipe_cli.train.row_length import with_estimated_length
+    from roundpipe_cli.train.run_length import with_estimated_length
 
     answers = Answers()
     answer = make_plan(with_estimated_length(loaded), hardware, build_counts, answers)

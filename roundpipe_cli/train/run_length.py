@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.data.files import RowCount
-from roundpipe_cli.data.lengths import TokenCounter, sample_lengths, token_counter
+from roundpipe_cli.data.lengths import TokenCounter, longest_row, sample_lengths, token_counter
 from roundpipe_cli.data.settings import spec_of
 from roundpipe_cli.data.sources import count_dataset
 from roundpipe_cli.data.tokenized import Packer, PackingChoice, RowMix, count_sequences, decide_packing, held_out_count
@@ -23,7 +24,7 @@ from roundpipe_cli.planning.admission import packing_obstacle
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, best_plan, reference_s, simulate_step
 from roundpipe_cli.planning.question import PlanRequest
-from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
@@ -101,6 +102,22 @@ def find_rows(loaded: LoadedRecipe, counter: TokenCounter | None = None) -> Know
         lengths.append(np.resize(np.minimum(sample, recipe.row_tokens), num_rows))
     known, per_epoch = np.concatenate(lengths), mix_of(recipe, sizes).rows_per_epoch
     return KnownRows("", is_exact, total, per_epoch, mix, known if per_epoch and known.all() else None)
+
+
+def with_estimated_length(loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with `max_seq_length: auto` decided; as it is where it says a number, or rows cannot be read here."""
+    recipe, tokens = loaded.recipe, 1
+    if recipe.max_seq_length != "auto":
+        return loaded
+    found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+    counter = token_counter(found.folder, found.config.get("chat_template"))
+    for entry in (*recipe.datasets, *recipe.eval_datasets):
+        longest = longest_row(spec_of(entry, recipe.objective_kind.example), loaded.folder, counter)
+        if longest is None:
+            return loaded
+        tokens = max(tokens, longest)
+    note = f"max_seq_length={tokens} (auto): about the longest row; `roundpipe data` counts its tokens"
+    return replace(loaded, recipe=replace(recipe, max_seq_length=tokens), length_note=note)
 
 
 @dataclass(frozen=True, slots=True)

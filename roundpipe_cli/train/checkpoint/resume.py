@@ -19,15 +19,7 @@ from roundpipe_cli.model.head import TokenLoss, loss_name
 from roundpipe_cli.recipe.aliases import REMOVED, was_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import (
-    DEFAULT_LEARNING_RATES,
-    LENGTH_KEY,
-    DatasetConfig,
-    Range,
-    Recipe,
-    plain_data,
-    with_lists,
-)
+from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
 from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, peek
@@ -50,7 +42,7 @@ MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_bat
 """Keys that decide how a step's rows are grouped."""
 DECIDED_ONCE = ("packing", "micro_batch_tokens")
 """Keys whose `auto` is decided at the start of a run, by its rows, model or machine; a resumed run keeps to that."""
-USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing", "learning_rate", LENGTH_KEY)
+USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing", "learning_rate", "max_seq_length")
 """Keys of a checkpoint's recipe that a run computes with; all others are only compared."""
 MOST = 2**62
 Whole = Annotated[int, Range(0, MOST)]
@@ -157,13 +149,13 @@ def as_decided(loaded: LoadedRecipe, saved: Mapping[str, Any]) -> LoadedRecipe:
     the learning rate where none is given."""
     open_keys = [key for key in DECIDED_ONCE if getattr(loaded.recipe, key) == "auto"]
     open_keys += [] if loaded.has_own_rate else ["learning_rate"]
-    open_keys += [] if loaded.length_note is None else [LENGTH_KEY]
+    open_keys += [] if loaded.length_note is None else ["max_seq_length"]
     found: dict[str, Any] = {key: saved[key] for key in open_keys if key in saved}
     before = saved.get("pipeline")
     chunks = before.get("sequence_chunks") if isinstance(before, dict) else None
     if loaded.recipe.pipeline.sequence_chunks == "auto" and isinstance(chunks, int) and chunks > 0:
         found["pipeline"] = replace(loaded.recipe.pipeline, sequence_chunks=chunks)
-    is_same = found.get(LENGTH_KEY) == loaded.recipe.max_seq_length  # else longer rows are treated as then
+    is_same = found.get("max_seq_length") == loaded.recipe.max_seq_length  # else longer rows are treated as then
     note = loaded.length_note if is_same else None
     return replace(loaded, recipe=replace(loaded.recipe, **found), length_note=note)
 
