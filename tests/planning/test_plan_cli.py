@@ -61,7 +61,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     document = json.loads(json.dumps(plan_document(answer, None)))
     assert list(document) == [
         "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "machines",
-        "sequence_chunks", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
+        "max_seq_length", "sequence_chunks", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
         "step_s", "arithmetic_s", "launches_s", "waiting_s", "waiting_for_rows_s", "attention_s", "exchange_s",
