@@ -196,7 +196,7 @@ class Evaluator:
         values are those of a microbatch's tokens."""
         recipe, pad, answers = self._setup.recipe, pad_token_id(self._setup.tokenizer), list[list[int]]()
         longest = max(map(len, prompts)) + recipe.eval_max_new_tokens
-        size = max(1, recipe.rows_per_microbatch * recipe.max_seq_length // longest)
+        size = max(1, recipe.rows_per_microbatch * recipe.row_tokens // longest)
         how = {"max_new_tokens": recipe.eval_max_new_tokens, "do_sample": False, "eos_token_id": list(ends) or None}
         with answering(self._setup) as model:
             model.generation_config = GenerationConfig()
