@@ -192,7 +192,7 @@ def _compute_s(case: PlanRequest, device: Device, prompts: int) -> float:
         fused=False,
     )
     hardware = replace(case.hardware, devices=(device,))
-    layers = analytic_costs(architecture, settings, hardware).costs.layers
+    layers = analytic_costs(architecture, settings, hardware).layers
     seconds = sum(layer.forward_s for layer in layers)
     if device.is_cpu and device.measured is None:  # whose assumed rate is that of long rows
         works = [block_work(architecture, block, settings).forward for block in architecture.blocks]
