@@ -324,6 +324,7 @@ def test_every_value_of_a_checkpoint_is_restored(
         "steps_since_overflow": 7,
         "training_s": 1234.5,
         "skipped_steps": 5,
+        "kept": {"mean": 0.5},
         "fit": Fit(1, "layer", 3).to_json(first.recipe),
         "data_position": {"epoch": 1, "window": 0, "offset": 2},
         "evaluation": {"last_step": 2, "last_loss": 1.5, "best_step": 2, "best_loss": 1.25, "kept_step": 2,
