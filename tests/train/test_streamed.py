@@ -182,7 +182,7 @@ def test_a_device_without_room_leaves_nothing_open(monkeypatch: pytest.MonkeyPat
     rig, threads = make_rig("llama"), torch.get_num_threads()
     backends = [CpuBackend(threads + 1, copy=True), CpuBackend(1, copy=True)]
     monkeypatch.setattr(backends[1], "allocate", lambda num_bytes: (_ for _ in ()).throw(MemoryError))
-    before, plans = threading.active_count(), plan_devices(rig.store.layouts, 2, 0)
+    before, plans = threading.active_count(), plan_devices([one.num_bytes for one in rig.store.layouts], 2, 0)
     with pytest.raises(MemoryError):
         StreamedModel(rig.skeleton, rig.split, rig.store, list(zip(backends, plans, strict=True)))
     assert (threading.active_count(), torch.get_num_threads()) == (before, threads)
