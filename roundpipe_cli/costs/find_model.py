@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.costs.exact_counts import is_counted_exactly
-from roundpipe_cli.costs.models import Architecture, Block, noting_all_experts, parse_config
+from roundpipe_cli.costs.models import Architecture, Block, noting_all_experts, parse_config, read_with_modelopt
 from roundpipe_cli.errors import RefusedError, closest, num_edits
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline, library_messages, notice
 from roundpipe_cli.packages import CARRIERS, missing_package
@@ -322,14 +322,18 @@ def _local(model: str, path: Path) -> FoundConfig:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    return read_with_modelopt(path, _read_object)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_regular(path, _MAX_CONFIG_BYTES))
     except OSError as error:
-        raise RefusedError(f"config.json cannot be read: {error.strerror}", where=str(path)) from None
+        raise RefusedError(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise RefusedError("config.json is not a JSON object", where=str(path), expected="a model's configuration")
+        raise RefusedError(f"{path.name} is not a JSON object", where=str(path), expected="a model's configuration")
     return config
 
 

@@ -7,8 +7,9 @@ holds both; any other type may be counted wrong by a multiple, and is said to be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.choices import BLOCK_SIZE, PackedName
@@ -237,6 +238,17 @@ def with_stored_count(architecture: Architecture, count: int | None = None, sour
 
 SETTINGS = ("quantization_config", "compression_config")
 """Keys of a configuration about how the model's files are quantised."""
+MODELOPT_NAME = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says how weights are quantised; config.json says nothing in its earlier checkpoints."""
+
+
+def read_with_modelopt(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` gives of a config.json, with what ModelOpt says beside it of how the weights are quantised."""
+    config, beside = read(path), path.with_name(MODELOPT_NAME)
+    found = read(beside).get("quantization") if beside.exists() and not quantization_settings(config) else None
+    if isinstance(found, dict) and found.get("quant_algo"):
+        config["quantization_config"] = {**found, "quant_method": f"modelopt, by {MODELOPT_NAME}"}
+    return config
 
 
 def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:

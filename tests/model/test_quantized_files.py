@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from roundpipe_cli.costs.models import MODELOPT_NAME
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.files.untrusted import MODELOPT_NAME
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.stored.nf4 import STATE
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
@@ -25,7 +25,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.model.test_weights_io import load
-from tests.support.e2e import STAGES, edit_json, finetune, make_model, make_workspace, metrics
+from tests.support.e2e import STAGES, edit_json, finetune, make_model, make_workspace, metrics, run
 
 pytest.importorskip("bitsandbytes", reason="needs the extra 4bit")
 import_bitsandbytes()
@@ -124,7 +124,10 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
         (compressed("pack-quantized", num_bits=4, type="int", group_size=128), "compressed-tensors, pack-quantized"),
         (compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "tensors, nvfp4-pack-quantized"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}}, "modelopt, NVFP4"),
-        ({MODELOPT_NAME: {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}}, "modelopt, NVFP4"),
+        (
+            {MODELOPT_NAME: {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}},
+            f"{MODELOPT_NAME}, NVFP4",
+        ),
         ({"quant_method": "hqq", "bits": 4}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4 in 4 bit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
@@ -137,6 +140,8 @@ def test_other_forms_are_refused_with_advice(
     work = workspace(tmp_path / "w", saved[0] / "whole")
     if MODELOPT_NAME in settings:
         edit_json(work / "model" / MODELOPT_NAME, producer={"name": "modelopt"}, quantization=settings[MODELOPT_NAME])
+        edit_json(work / "model" / "config.json", quantization_config=None)
+        assert run(work, "plan", "recipe.yaml").expect(2).err.count(named) == 1, "16 bit were counted"
     else:
         edit_json(work / "model" / "config.json", quantization_config=settings)
     with pytest.raises(RefusedError, match="quantised in a form that cannot be read") as error:

@@ -25,6 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from roundpipe_cli.costs.models import read_with_modelopt
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.regular_files import kind_of_file, stays_inside
 from roundpipe_cli.sizes import check_sizes
@@ -33,8 +34,6 @@ from roundpipe_cli.units import format_bytes
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-MODELOPT_NAME = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt says how weights are quantised; config.json says nothing in its earlier checkpoints."""
 MAX_HEADER_BYTES = 10 * 1024**2
 MAX_TENSORS = 1 << 16
 """Tensors of one file. The experts of 94 layers, 128 each with three matrices, are 36,096 if one file has them all."""
@@ -147,13 +146,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         RefusedError: missing, not JSON, or too large.
     """
-    for path in filter(Path.exists, (folder / "config.json", folder / MODELOPT_NAME)):
+    return read_with_modelopt(folder / "config.json", _read_checked)
+
+
+def _read_checked(path: Path) -> dict[str, Any]:
+    if path.exists():
         check_file(path, MAX_CONFIG_BYTES)
-    config = read_json(folder / "config.json")
-    beside = read_json(folder / MODELOPT_NAME).get("quantization") if (folder / MODELOPT_NAME).exists() else None
-    if isinstance(beside, dict) and beside.get("quant_algo"):
-        config.setdefault("quantization_config", {"quant_method": "modelopt", **beside})
-    return config
+    return read_json(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
