@@ -119,7 +119,7 @@ class Remembered:
         with suppress(OSError, ResourceError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, sealed(value))
-            for path in self.path.parent.glob("*.json"):
+            for path in self.path.parent.glob("*.json*"):  # those too that killed runs had not finished
                 if path.stat().st_mtime < time.time() - KEPT_S:
                     path.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -125,6 +126,25 @@ def test_a_failure_while_writing_keeps_nothing(source: ModelSource, monkeypatch:
     assert kept() == []
     converter.once(source)
     assert converter.num_converted == 2
+
+
+def test_no_room_for_the_files_between(source: ModelSource) -> None:
+    """tokenizers raises a plain Exception then, which ended the command as a bug of ours."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # the tokenizer has 5 KB
+    try:
+        assert Converter().once(source)("a")["input_ids"] and kept() == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_old_files_go_unfinished_ones_too(source: ModelSource) -> None:
+    cache_folder(FOLDER).mkdir(parents=True)
+    for name in ("a.json", ".tmp-a.json-00"):
+        (cache_folder(FOLDER) / name).write_text("{}")
+        os.utime(cache_folder(FOLDER) / name, (0, 0))
+    Converter().once(source)
+    assert len(kept()) == 1 and kept()[0].stat().st_mtime > 0
 
 
 def test_what_reads_back_otherwise_is_not_kept(source: ModelSource) -> None:

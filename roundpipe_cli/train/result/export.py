@@ -505,7 +505,7 @@ def merge_result(
         kind = None if asked is None else getattr(torch, asked)
         merging = MergedTensors(model, weights, adapter, dtype=kind, unpacked=own_dtype)
         total = sum(spec.num_bytes for spec in merging.specs)
-        require_free_bytes(temporary, total, "the merged model")
+        require_free_bytes(temporary, total, "the exported model")
         num_shards = _write_shards(merging, temporary, max_shard_bytes, progress)
         own = result if has_tokenizer(result) else None
         tokenizer = load_tokenizer(source if own is None else ModelSource(str(own), own))
