@@ -164,8 +164,8 @@ def test_equal_weights_train_as_none_and_resume_to_the_bit(tmp_path: Path, model
         finetune(work, *words, "max_steps=3", f"output_dir={name}").expect(0)
         found[name] = numbers(work / name)
     assert found["none"] == found["equal"] != found["mixed"]
-    if words in ((), ("pipeline.sequence_chunks=2",)):
-        return  # a resume reads rows as the two others do
+    if words == ():
+        return  # a resume reads rows as the others do
     killed = (*words, "max_steps=3", "save_steps=1", "output_dir=killed")
     assert finetune(work, *killed, "pipeline.devices=[cpu]", fault="optimizer:kill:step=2").code == -9
     finetune(work, *killed, "--resume").expect(0)
