@@ -243,7 +243,7 @@ MODELOPT_NAME = "hf_quant_config.json"
 
 
 def read_with_modelopt(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` gives of a config.json, with what ModelOpt says beside it of how the weights are quantised."""
+    """A config.json by `read`, with what ModelOpt says beside it of how the weights are quantised."""
     config, beside = read(path), path.with_name(MODELOPT_NAME)
     found = read(beside).get("quantization") if beside.exists() and not quantization_settings(config) else None
     if isinstance(found, dict) and found.get("quant_algo"):

@@ -130,7 +130,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     ids=str,
 )
 def test_any_workers_and_a_kill_train_the_same_bits(scored: Path, words: tuple[str, ...]) -> None:
-    """One worker for two of the five; the kill for those in which figures or weights lie otherwise than in plain runs."""
+    """One worker for two of the five; the kill for those in which figures or weights lie otherwise than usual."""
     name = "-".join(words) or "plain"
     for count in (2, 3, 1) if words in ((), ("method=full",)) else (2, 3):
         devices = f"pipeline.devices=[{','.join(['cpu'] * count)}]"
