@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -125,6 +126,8 @@ class StreamedModel(contextlib.ExitStack):
         self._backends = {backend.device: backend for backend, _ in devices}
         self._is_host = all(device.type == "cpu" for device in self._backends)
         with contextlib.ExitStack() as opened:  # and closed where a later device has no room
+            opened.callback(torch.set_num_threads, torch.get_num_threads())
+            opened.callback(self._release)
             for backend, plan in devices:
                 opened.enter_context(backend.worker_thread())
                 pool = ThreadPoolExecutor(1)
@@ -138,6 +141,13 @@ class StreamedModel(contextlib.ExitStack):
         for layer, some in roots.items():
             for module in some:
                 module.__dict__["forward"] = partial(self._visit, layer, module.forward)
+
+    def _release(self) -> None:
+        """Let go of the devices' memory: modules that visit their layers refer to this object, which refers to them."""
+        for kept in (self._devices, self._bound, self._moved):
+            kept.clear()
+        for module, key, _ in chain.from_iterable(self._bindings):
+            module._parameters[key] = None
 
     def _visit(self, layer: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block, or a module of the head, with its weights in place, on its device."""

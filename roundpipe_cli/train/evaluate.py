@@ -179,13 +179,15 @@ class Evaluator:
         if not prompts:
             return
         ends = end_tokens(self._setup.base_files.generation)  # those of training among them
+        answers = None
         try:
             answers = self._streamed(prompts, ends)
-        except RuntimeError as error:
+        except RuntimeError as error:  # which holds what the device computed with
             if not (is_out_of_memory(error) or is_device_error(error)):
                 raise
             why = f"no device streams the answers beside its training ({type(error).__name__})"
             self._tell(Notice(f"{why}: a whole forward for each token"))
+        if answers is None:
             most = recipe.eval_max_new_tokens
             answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=frozenset(ends))
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from roundpipe_cli.costs.answering import DevicePlan, plan_devices
 from roundpipe_cli.costs.cost import NUM_SLOTS
@@ -102,6 +104,26 @@ def test_cards_answer_as_the_processor_does(model_type: str, packed_as: Any, lay
         ),
     ):
         assert tokens_of(model) == expected
+
+
+def test_neither_threads_nor_device_memory_are_left() -> None:
+    """Without the collector of cycles, which may not come before the next step of training."""
+    rig, threads, made = make_rig("llama"), torch.get_num_threads(), list[Any]()
+
+    class Counted(CpuBackend):
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            made.append(StorageWeakRef((tensor := super().allocate(num_bytes)).untyped_storage()))
+            return tensor
+
+    block = rig.store.layouts[1].num_bytes + 512
+    gc.disable()
+    try:
+        with streaming(rig, [Counted(threads + 1, copy=True)], 3 * block) as (model, (plan,)):
+            assert plan.kept and plan.passing_bytes and tokens_of(model)
+            assert not any(one.expired() for one in made) and len(made) > NUM_SLOTS
+        assert all(one.expired() for one in made) and torch.get_num_threads() == threads
+    finally:
+        gc.enable()
 
 
 def test_layers_that_come_past_are_dealt_to_all_devices_in_turn() -> None:

@@ -180,7 +180,7 @@ def test_an_error_of_the_copying_thread_reaches_the_reader(at: int) -> None:
 def test_a_device_without_room_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the thread that copies, nor what was entered on the devices before it."""
     rig, threads = make_rig("llama"), torch.get_num_threads()
-    backends = [CpuBackend(threads + 1, copy=True), CpuBackend(1, copy=True)]
+    backends = [CpuBackend(1, copy=True), CpuBackend(threads + 1, copy=True)]
     monkeypatch.setattr(backends[1], "allocate", lambda num_bytes: (_ for _ in ()).throw(MemoryError))
     before, plans = threading.active_count(), plan_devices([one.num_bytes for one in rig.store.layouts], 2, 0)
     with pytest.raises(MemoryError):
