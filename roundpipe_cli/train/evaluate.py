@@ -27,9 +27,8 @@ from transformers import GenerationConfig
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
-from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.errors import NotFiniteError
+from roundpipe_cli.errors import NotFiniteError, RoundpipeError
 from roundpipe_cli.events import EVAL_NAME, EvaluationFinished, Notice, Phase, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import append_line, remove_tree
@@ -182,11 +181,13 @@ class Evaluator:
         answers = None
         try:
             answers = self._streamed(prompts, ends)
-        except RuntimeError as error:  # which holds what the device computed with
-            if not (is_out_of_memory(error) or is_device_error(error)):
-                raise
-            why = f"no device streams the answers beside its training ({type(error).__name__})"
-            self._tell(Notice(f"{why}: a whole forward for each token"))
+        except (InterruptedScoring, RoundpipeError):
+            raise
+        except (
+            Exception
+        ) as error:  # no room, a lost device, a type whose `generate` fails; it holds the device's memory
+            why = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
+            self._tell(Notice(f"the answers are not streamed ({why}): a whole forward for each token"))
         if answers is None:
             most = recipe.eval_max_new_tokens
             answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=frozenset(ends))
@@ -200,7 +201,8 @@ class Evaluator:
         longest = max(map(len, prompts)) + recipe.eval_max_new_tokens
         size = max(1, recipe.rows_per_microbatch * recipe.row_tokens // longest)
         how = {"max_new_tokens": recipe.eval_max_new_tokens, "do_sample": False, "eos_token_id": list(ends) or None}
-        with answering(self._setup) as model:
+        devices = [self._setup.devices[lane] for lane in self._scorer.lanes]
+        with answering(self._setup, devices=devices) as model:
             model.generation_config = GenerationConfig()
             for start in range(0, len(prompts), size):
                 some = prompts[start : start + size]

@@ -49,6 +49,11 @@ class Scorer:
         self._step_microbatches, self._lost = step_microbatches, lost
         self._schedules: dict[tuple[tuple[StageRange, ...], int, int], Schedule] = {}
 
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Indices of the run's devices that are not lost."""
+        return self._engine.lanes
+
     def scores(
         self, microbatches: Iterable[Microbatch], *, step: int, reference: bool = False, top_k: int = 0
     ) -> Iterator[HeadScores]:

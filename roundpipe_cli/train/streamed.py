@@ -111,14 +111,15 @@ def opened_model(
 
 
 @contextlib.contextmanager
-def answering(setup: Setup, num_tokens: int | None = None) -> Iterator[Any]:
+def answering(setup: Setup, num_tokens: int | None = None, devices: Sequence[str] | None = None) -> Iterator[Any]:
     """The model of a run as its weights are now, which answers as `generate` of transformers has it, streamed.
 
     Args:
         num_tokens: of all answers at once, with their prompts: devices keep what weights they have room for beside
             them; None: they have no room, as workers have theirs.
+        devices: None: all of the run.
     """
-    recipe, devices = setup.recipe, tuple(dict.fromkeys(setup.devices))
+    recipe, devices = setup.recipe, tuple(dict.fromkeys(devices or setup.devices))
     budget, parts = 0, (setup.model, setup.split, setup.store)
     if num_tokens is not None:
         budget = _budget(*parts, devices=devices, num_tokens=num_tokens)

@@ -46,6 +46,7 @@ from tests.support.e2e import (
     numbers,
     write_rows,
 )
+from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches
 from tests.train.test_overlapped_updates import run, trainer_of
 
@@ -397,6 +398,18 @@ def test_samples_are_the_same_where_no_card_has_room_to_stream_them(folder: Path
     assert [row["samples"] for row in evaluations(folder / "out")] == [
         row["samples"] for row in evaluations(whole[0] / "out")
     ]
+
+
+def test_a_type_that_does_not_generate_is_trained_and_has_samples(tmp_path: Path, model: Path) -> None:
+    """Story: transformers' `generate` of a type that we train may fail, here by a tensor that has no place; a run ended
+    with it."""
+    folder = make_workspace(tmp_path / "work", model)
+    shutil.rmtree(folder / "model")
+    AutoModelForCausalLM.from_config(tiny_config_of("camembert", vocab_size=300)).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    done = finetune(folder, "max_steps=1", "val_set_size=2", "eval_samples=2", "eval_max_new_tokens=3").expect(0)
+    assert "the answers are not streamed (RuntimeError: " in done.err
+    assert [len(row["samples"]) for row in evaluations(folder / "out")] == [2]
 
 
 def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_in_export: Path) -> None:

@@ -22,7 +22,18 @@ from roundpipe_cli.dashboard.views import Scene, details, workers_block
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
-from roundpipe_cli.events import DeviceLost, Event, Notice, RunStarted, Span, StepFinished, StepTimeline, decode, encode
+from roundpipe_cli.events import (
+    DeviceLost,
+    EvaluationFinished,
+    Event,
+    Notice,
+    RunStarted,
+    Span,
+    StepFinished,
+    StepTimeline,
+    decode,
+    encode,
+)
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -225,6 +236,13 @@ def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
     (lost,) = losses_of(events)
     assert (lost.device, lost.at, lost.left) == ("cuda:1", "step 2", ("cuda:0", "cuda:2"))
     assert "CUDA error" in lost.cause and simulation.machine.streams.num_freed_on_failed == 0
+
+
+def test_a_card_that_is_lost_streams_no_samples(finetune: Finetune) -> None:
+    evaluates = "val_set_size=2", "eval_steps=2", "eval_samples=1", "eval_max_new_tokens=2"
+    events, _ = on_cards("lost", *CARD_STEPS, *evaluates, how="fail")
+    assert len(losses_of(events)) == 1 and "not streamed" not in notices(events)
+    assert [len(event.samples) for event in events if isinstance(event, EvaluationFinished)] == [1]
 
 
 def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
