@@ -33,6 +33,7 @@ from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Options, schedule_name
 from roundpipe_cli.schedule.pictures import svg_picture
+from roundpipe_cli.train.run_length import with_estimated_length
 from roundpipe_cli.units import aligned, counted, format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
 
@@ -175,8 +176,10 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
     """
     loaded = load_recipe(recipe, overrides)
     with watching(loaded.recipe.watchdog_s):
-        question = ask(loaded, hardware, build=build_counts, answers=Answers())
+        question = ask(with_estimated_length(loaded), hardware, build=build_counts, answers=Answers())
         used = cards_worth_using(question)
+    if note := used.given.length_note:
+        say(f"note: {note}")
     if (machines := used.hardware.machines) > 1:
         say(f"note: a step on one of {machines} machines, without their exchange of gradients")
     if used.num_workers < question.num_workers:

@@ -67,10 +67,12 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.training import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.train.preflight import check_base, found_config, prove_unfetched
+    from roundpipe_cli.train.run_length import with_estimated_length
     from roundpipe_cli.train.signals import Start
 
     printer, start = LinePrinter(1), Start(offline=offline)
     source = check_base(loaded, start, printer)
+    loaded = with_estimated_length(loaded)
     asked = ask_on_cards_worth_using(loaded, printer, found_config(source))
     refuse_too_large(asked)
     if source.commit is not None:

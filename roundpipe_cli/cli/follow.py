@@ -44,13 +44,14 @@ def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
     """Plan a recipe on `hardware`, such as 8x4090, and play the simulated step, or write it as a picture."""
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.train.run_length import with_estimated_length
 
     recipe, overrides = recipe_and_overrides(words)
     loaded = load_recipe(recipe, overrides)
     for notice in loaded.notices:
         say(f"notice: {notice}")
     say(f"planning {recipe} on {hardware} ...")
-    answer = make_plan(loaded, hardware, build_counts)
+    answer = make_plan(with_estimated_length(loaded), hardware, build_counts)
     if svg is not None:
         write_plan_picture(answer, svg)
         return

@@ -153,8 +153,13 @@ def show_comparison(
     """Print the table, or its JSON document; refuses as `compare_plans`."""
     from roundpipe_cli.planning.predict import priced
     from roundpipe_cli.planning.what_if import compare_plans
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.train.run_length import with_estimated_length
 
-    rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_say_progress)
+    def load(path: str, words: list[str]) -> LoadedRecipe:
+        return with_estimated_length(load_recipe(path, words))
+
+    rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_say_progress, load=load)
     rows = [replace(row, plan=row.plan and priced(row.plan, price)) for row in rows]
     if as_json:
         say_json({"rows": [row_document(row) for row in rows]})

@@ -14,7 +14,7 @@ from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import Build
-from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.watchdog import watching
 
 # The verdict on a plan in one word, and its reason.
@@ -157,6 +157,7 @@ def compare_plans(
     build: Build | None,
     *,
     tell: Callable[[int, int, Mapping[str, str]], None],
+    load: Callable[[str, list[str]], LoadedRecipe] = load_recipe,
 ) -> list[Combination]:
     """A row for every combination, the fastest first.
 
@@ -179,7 +180,7 @@ def compare_plans(
     for index, values in enumerate(combinations):
         tell(index, len(combinations), values)
         try:
-            loaded = load_recipe(recipe, [*fixed, *(f"{key}={value}" for key, value in values.items())])
+            loaded = load(recipe, [*fixed, *(f"{key}={value}" for key, value in values.items())])
             with watching(loaded.recipe.watchdog_s):
                 plan = make_plan(loaded, hardware, build)
         except (RefusedError, ResourceError) as error:

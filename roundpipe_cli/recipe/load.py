@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from roundpipe_cli.recipe.aliases import (
 from roundpipe_cli.recipe.check import (
     Findings,
     check,
+    contradictions,
     defaults_of,
     find_contradictions,
     hints_of,
@@ -38,6 +39,7 @@ from roundpipe_cli.recipe.check import (
 )
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
+    LENGTH_KEY,
     LoraConfig,
     Recipe,
     plain_data,
@@ -531,6 +533,13 @@ class LoadedRecipe:
     def rate_note(self) -> str | None:
         """A line about the learning rate that nobody gave, and why it is that; None where somebody did."""
         return None if self.has_own_rate else f"learning_rate {self.recipe.learning_rate:g}: {rate_reason(self.recipe)}"
+
+    def with_row_tokens(self, tokens: int, why: str) -> LoadedRecipe:
+        """The recipe with `max_seq_length: auto` decided; a ContradictionError where other keys do not go with it."""
+        recipe = replace(self.recipe, max_seq_length=tokens)
+        if problems := contradictions(recipe):
+            raise ContradictionError(problems)
+        return replace(self, recipe=recipe, length_note=f"{LENGTH_KEY}={tokens} (auto): {why}")
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:

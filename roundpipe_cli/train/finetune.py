@@ -100,7 +100,9 @@ def run_finetune(
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
         if checkpoint is not None:
-            loaded = as_decided(loaded, checkpoint.meta["recipe"])
+            by_rows, loaded = loaded.recipe.max_seq_length, as_decided(loaded, checkpoint.meta["recipe"])
+            if loaded.recipe.max_seq_length != by_rows:
+                tell(Notice(f"max_seq_length={loaded.recipe.max_seq_length}: as when this run began"))
             _check_kept_chunks(loaded, asked)
         else:
             tell_notices(tell, loaded.rate_note)

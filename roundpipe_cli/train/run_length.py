@@ -105,7 +105,7 @@ def find_rows(loaded: LoadedRecipe, counter: TokenCounter | None = None) -> Know
 
 
 def with_estimated_length(loaded: LoadedRecipe) -> LoadedRecipe:
-    """The recipe with `max_seq_length: auto` decided; as it is where it says a number, or rows cannot be read here."""
+    """See `with_row_tokens`; as it is where it says a number, or rows cannot be read here."""
     recipe, tokens = loaded.recipe, 1
     if recipe.max_seq_length != "auto":
         return loaded
@@ -116,8 +116,7 @@ def with_estimated_length(loaded: LoadedRecipe) -> LoadedRecipe:
         if longest is None:
             return loaded
         tokens = max(tokens, longest)
-    note = f"max_seq_length={tokens} (auto): about the longest row; `roundpipe data` counts its tokens"
-    return replace(loaded, recipe=replace(recipe, max_seq_length=tokens), length_note=note)
+    return loaded.with_row_tokens(tokens, "about the longest row; `roundpipe data` counts its tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def test_a_run_has_the_number_and_keeps_it(folder: Path) -> None:
         file.write(json.dumps({"prompt": "Say it: ", "completion": 2 * LONG}) + "\n")
     resumed = finetune(folder, "--resume", "max_steps=4").expect(0)
     assert "evaluation: 1 of 2 rows cut to" in resumed.err
+    assert f"max_seq_length={longest}: as when this run began" in resumed.err
     assert load_recipe(folder / "out" / "recipe.yaml").recipe.max_seq_length == longest
     assert len(metrics(folder / "out")) == 4
 
@@ -56,6 +57,7 @@ def test_data_and_scores_have_it_too(folder: Path) -> None:
 def test_values_that_do_not_go_with_it_are_refused_by_name(folder: Path) -> None:
     done = finetune(folder, "micro_batch_tokens=64").expect(2)
     assert "a row of max_seq_length tokens does not fit into a microbatch" in done.err
+    assert "chunks of max_seq_length" in run(folder, "plan", "recipe.yaml", "pipeline.sequence_chunks=64").expect(2).err
 
 
 def _with_little_memory(cgroup: Path) -> None:
@@ -84,6 +86,10 @@ def test_plan_estimates_it_or_says_what_stands_for_it(folder: Path, monkeypatch:
     exact = counted["packing"]["max_seq_length"]
     assert plan.question.settings.max_seq_length == pytest.approx(exact, abs=8)
     assert any(text.startswith("max_seq_length=") and "about the longest" in text for text in plan.assumptions)
+    compared = run(folder, "plan", "recipe.yaml", "--compare", "max_seq_length=auto,4096", "--json").expect(0).out
+    auto, given = (row["step_s"] for row in json.loads(compared)["rows"])
+    assert 4 * auto < given, "2048 did not stand for it"
+    assert "(auto): about the longest row" in run(folder, "bench", "recipe.yaml").expect(0).err
     write_recipe(folder / "other.yaml", **AUTO, datasets=[{"path": "elsewhere.jsonl"}])
     text = run(folder, "plan", "other.yaml", "--hardware", "1x4090,host_memory_gib=16").expect(0).out
     assert "max_seq_length=2048: assumed for auto" in text

@@ -22,11 +22,10 @@ from roundpipe_cli.data.tokenized import (
     hold_out,
     same_rows,
 )
-from roundpipe_cli.errors import ContradictionError, RefusedError
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Say, Tell, tell_notices
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.new_tokens import load_with_tokens
-from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import LENGTH_KEY, DatasetConfig, Recipe
 from roundpipe_cli.regular_files import named_path
@@ -66,12 +65,9 @@ def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool,
     found = [build_dataset(data_settings(loaded, offline, some), tokenizer) for some in entries]
     longest = max(found, key=lambda one: int(one.lengths.max()))
     row, tokens = int(longest.lengths.argmax()), int(longest.lengths.max())
-    recipe = replace(recipe, max_seq_length=tokens)
-    if problems := contradictions(recipe):
-        raise ContradictionError(problems)
-    note = f"{LENGTH_KEY}={tokens} (auto): the longest row, {longest.where(longest.rows.row_ids[row])}"
-    tell(Notice(note))
-    return replace(loaded, recipe=recipe, length_note=note)
+    loaded = loaded.with_row_tokens(tokens, f"the longest row, {longest.where(longest.rows.row_ids[row])}")
+    tell_notices(tell, loaded.length_note)
+    return loaded
 
 
 def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) -> TokenizedDataset:

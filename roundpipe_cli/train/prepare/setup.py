@@ -466,7 +466,8 @@ def make_weight_store(
     folder = named_path(recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     what = f"{format_bytes(num_bytes)} of weights are mapped from a file in {folder}"
-    tell(Notice(f"{what}: {format_bytes(available)} of host memory are free" if short else what))
+    why = f"with them in memory, the run has no room in the {format_bytes(available)} of it that are free"
+    tell(Notice(f"{what}: {why}" if short else what))
     require_free_bytes(folder, num_bytes, "the mapped weights")
     try:
         return WeightStore(layouts, folder)
