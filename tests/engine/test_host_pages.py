@@ -27,13 +27,17 @@ from roundpipe_cli.engine.backends.cpu import LiveBytes
 from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, StepGradients, add_rows, add_to, square_sum
 from roundpipe_cli.engine.host_memory import mapped_buffers
 from roundpipe_cli.errors import InternalError, RefusedError
+from roundpipe_cli.events import Event
 from roundpipe_cli.model.block_calls import Prologue
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
+from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.train.optim.optimizer import AdamW, AdamW16, HostOptimizer
+from roundpipe_cli.train.prepare import setup
+from roundpipe_cli.train.prepare.proof import Proof
 from tests.support.e2e import STAGES, finetune, make_model, make_workspace, numbers
 from tests.support.simulated_cases import roundpipe
 from tests.support.tiny import make_rig, random_microbatches
@@ -403,6 +407,21 @@ def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkey
     asked = ask(load(tmp_path, "weights=mmap"), machine + "128")
     assert any("stay in memory" in note for note in asked.hardware.notes)
     assert asked.costs.link_bytes_per_s == ask(load(tmp_path), machine + "128").costs.link_bytes_per_s
+
+
+def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they alone had room in memory; where the plan has room for all, they stay there."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 8192}
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", **sizes))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(setup, "prove_once", lambda *_: Proof(0.0, 0.0))
+    monkeypatch.setattr(machine.host_memory, "__defaults__", (Path("/proc"), tmp_path))
+    loaded, told = load_recipe("recipe.yaml"), list[Event]()
+    needed = judge_coarsest(ask(loaded)).host.total_bytes
+    for spare, is_mapped in ((16 << 20, False), (-16 << 20, True)):
+        (tmp_path / "memory.max").write_text(str(int((needed + spare) / 0.95)))
+        assert setup.prepare(loaded, offline=True, tell=told.append).store.is_mapped == is_mapped
+        assert any("the run has no room" in str(event) for event in told) == is_mapped
 
 
 def test_full_fine_tuning_is_never_mapped(tmp_path: Path) -> None:
