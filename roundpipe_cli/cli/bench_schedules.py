@@ -33,7 +33,6 @@ from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Options, schedule_name
 from roundpipe_cli.schedule.pictures import svg_picture
-from roundpipe_cli.train.run_length import with_estimated_length
 from roundpipe_cli.units import aligned, counted, format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
 
@@ -174,6 +173,8 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
     Raises:
         RefusedError: the recipe, its model or the hardware.
     """
+    from roundpipe_cli.train.run_length import with_estimated_length
+
     loaded = load_recipe(recipe, overrides)
     with watching(loaded.recipe.watchdog_s):
         question = ask(with_estimated_length(loaded), hardware, build=build_counts, answers=Answers())
