@@ -414,9 +414,10 @@ def _detect(
     written: FindColumn = lambda name, layout: name if name in layout else None  # noqa: E731
     for find, layout in product((written, find_column), layouts):
         for row_type, names in ways:
-            fixed = {field: spec.columns.get(field) or find(name, layout) or "" for field, name in names.items()}
+            columns = {field: spec.columns.get(field) or find(name, layout) for field, name in names.items()}
+            fixed = {field: column for field, column in columns.items() if column is not None and column in layout}
             is_usual = all(field == name for field, name in names.items())
-            if all(column in layout for column in fixed.values()):
+            if len(fixed) == len(names):
                 if is_usual and spec.type != "auto":
                     break  # the type that is given has its own columns
                 made = RowFormat(spec, row_type, fixed).fitted(every)

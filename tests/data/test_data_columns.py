@@ -53,6 +53,7 @@ CAPITALS: list[tuple[dict[str, Any], str]] = [
     ({"Question": "Hi", "Answer": "Yo"}, HI),
     ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
     ({" question": "Hi", "answer ": "Yo"}, HI),
+    ({"": "0", "Question": "Hi", "Answer": "Yo"}, HI),  # a column without a name is none of ours
     ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
     ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
     ({"Conversations": SHAREGPT}, HI),
