@@ -9,10 +9,9 @@ import torch
 from torch.nn import functional
 
 from roundpipe_cli.kernels.capability import MIN_CAPABILITY, loops_over_groups, why_no_triton
-from roundpipe_cli.kernels.cross_entropy import adds_products, cross_entropy_, product_sum
+from roundpipe_cli.kernels.cross_entropy import adds_products, cross_entropy, cross_entropy_, product_sum
 from roundpipe_cli.kernels.grouped_mm import AdaptedProduct
 from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask
-from roundpipe_cli.model.head import chunk_loss
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
 
 COUNTS = (300, 0, 1, 129, 0, 64, 18)
@@ -172,7 +171,7 @@ def loss(place: CheckPlace, dtype: torch.dtype) -> Figures:
     targets = torch.randint(vocabulary, (rows,), generator=generator, device=device)
 
     def by_torch() -> torch.Tensor:
-        return chunk_loss(logits, targets)[1].mul_(0.5).to(dtype)
+        return cross_entropy(logits, targets, 0.0)[1].mul_(0.5).to(dtype)
 
     found, again = logits.clone(), logits.clone()
     first, second = (cross_entropy_(one, targets, None, 0.0, 0.5) for one in (found, again))
