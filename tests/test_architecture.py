@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from scripts.code_map import tree_of
@@ -170,7 +171,16 @@ def test_imported_names_exist() -> None:
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             if module.startswith("roundpipe_cli") and not module.endswith(("_triton", "lm_eval_model")):
                 for alias in node.names:
-                    pkgutil.resolve_name(f"{module}.{alias.name}")
+                    found = pkgutil.resolve_name(f"{module}.{alias.name}")
+                    if isinstance(found, ModuleType):
+                        assert {*attributes(path, alias.asname or alias.name)} <= {*dir(found)}, f"{path}: {alias.name}"
+
+
+def attributes(path: Path, name: str) -> Iterator[str]:
+    """What a file takes of the module that it imports under a name; nothing where the name is a value's, too."""
+    if not any(getattr(node, "arg", None) == name for node in nodes_of(path)):
+        taken = [node for node in nodes_of(path) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+        yield from (node.attr for node in taken if isinstance(node.value, ast.Name) and node.value.id == name)
 
 
 def test_rooms_without_torch_never_name_it() -> None:

@@ -120,10 +120,10 @@ def main(args: argparse.Namespace) -> int:
 
 def set_up(indices: Sequence[int]) -> None:
     """Attention, memory and threads as a run has them; nothing without a GPU."""
-    from roundpipe_cli.engine.backends import cuda
+    from roundpipe_cli.engine.backends import cuda, cuda_process
 
     if cuda.num_devices():
-        cuda.set_up_process(indices)
+        cuda_process.set_up_process(indices)
 
 
 def visible_gpus(most: int) -> tuple[int, ...]:
