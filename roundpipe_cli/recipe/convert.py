@@ -81,7 +81,7 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool, known: Job | None) -> Itera
         }[tool]
         objective = _OBJECTIVES.get(str(data[key]).lower(), unknown)
         yield objective, "pref_loss" if (key, data[key]) == ("stage", PAIR_STAGE) else key
-    if tool == "trl" and known in ("sft", "pretraining") and not is_off(data.get("label_smoothing")):
+    if tool == "trl" and known not in (None, *SCORING_OBJECTIVES) and not is_off(data.get("label_smoothing")):
         yield PREFERENCES, "label_smoothing"  # of SFT it is label_smoothing_factor
     for key, value in data.items():
         is_read = known is not None and reads_loss_key(key, known, tool)

@@ -26,7 +26,7 @@ from roundpipe_cli.events import Event, Notice, Phase, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.prepare.ready import Setup
-from roundpipe_cli.train.result.generate import continued
+from roundpipe_cli.train.result.generate import continued, rendered
 from roundpipe_cli.train.score import batches_of, scored_batches
 from roundpipe_cli.train.streamed import answering
 from roundpipe_cli.units import counted
@@ -110,7 +110,7 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; as of lm-eval's class for transformers."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
+        return rendered(self.tokenizer, chat_history, **how)
 
     @property
     def prefix_token_id(self) -> int:

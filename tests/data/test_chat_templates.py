@@ -127,10 +127,17 @@ def template_of(text: str, *, with_specials: bool) -> ChatTemplate:
 
 @functools.cache
 def written(
-    text: str, name: str, *, with_specials: bool, rules: DatasetSpec = DatasetSpec(""), answers_only: bool = False
+    text: str,
+    name: str,
+    *,
+    with_specials: bool,
+    ends: Any = "turn",
+    thoughts: Any = "train",
+    answers_only: bool = False,
 ) -> Rendered | BadRowError:
     """What a template makes of one of `CONVERSATIONS`, or of it without thoughts."""
     messages = without_thoughts_by_hand(CONVERSATIONS[name]) if answers_only else CONVERSATIONS[name]
+    rules = DatasetSpec("", train_on_eos=ends, thoughts=thoughts)
     tools = (TOOL,) if any(message["role"] == "tool" or "tool_calls" in message for message in messages) else ()
     try:
         template = template_of(text, with_specials=with_specials)
@@ -223,8 +230,7 @@ def test_every_rule_trains_the_default_without_the_part_it_names(path: Path, nam
     def trained(
         ends: Any = "turn", thoughts: Any = "train", *, answers_only: bool = False
     ) -> tuple[str, set[int]] | None:
-        rules = DatasetSpec("", train_on_eos=ends, thoughts=thoughts)
-        made = written(text, name, with_specials=True, rules=rules, answers_only=answers_only)
+        made = written(text, name, with_specials=True, ends=ends, thoughts=thoughts, answers_only=answers_only)
         if isinstance(made, BadRowError):
             return None
         return made.text, {place for start, end in made.trained for place in range(start, end)}

@@ -49,7 +49,7 @@ ACCEPTED: dict[str, dict[str, object]] = {
         **{"1e-5": 1e-5, "1E-5": 1e-5, "1.5e-5": 1.5e-5, "+1e-5": 1e-5, ".5": 0.5, "1": 1.0, "2.0e-4": 2e-4},
         **{"1.": 1.0},
     },
-    "max_seq_length": {"2048": 2048, "010": 10, "0o10": 8, "0x10": 16, "+5": 5},
+    "max_seq_length": {"2048": 2048, "010": 10, "0o10": 8, "0x10": 16, "+5": 5, "auto": "auto"},
     "max_steps": {"null": None, "5": 5, "-1": None},
     "shuffle": {"true": True, "True": True, "FALSE": False},
     "model": {

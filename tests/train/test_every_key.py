@@ -64,7 +64,7 @@ def data_of(*overrides: str) -> Any:
     loaded = load_recipe("recipe.yaml", overrides)
     found = asdict(data_settings(loaded, True, loaded.recipe.datasets))
     (dataset,) = found.pop("datasets")
-    return found | dataset.pop("rules") | dataset
+    return found | dataset
 
 
 def rates_of(*overrides: str) -> Any:
@@ -245,8 +245,8 @@ RIGHT = {
     "data/test_data_dataset.py::test_plain_layout_without_a_template": "train_on_inputs",
     "data/test_data_dataset.py::test_bad_rows_are_named_by_line_field_and_expectation": "on_bad_row",
     "data/test_data_dataset.py::test_variables_of_the_template": "chat_template_kwargs",
-    "data/test_data_golden.py::test_tokens_and_labels_are_the_golden_ones": "chat_template datasets[].path "
-    "datasets[].type",
+    "data/test_data_golden.py::test_tokens_and_labels_are_the_golden_ones": "chat_template datasets[].path",
+    "data/test_data_dataset.py::test_a_named_type_needs_no_notice_and_is_believed": "datasets[].type",
     "data/test_data_sources.py::test_a_folder_has_the_splits_that_its_names_say": "datasets[].name datasets[].split",
     "data/test_data_columns.py::test_columns_of_the_recipe_are_used": "datasets[].columns",
     "data/test_data_rules.py::test_what_is_trained_of_a_row": "datasets[].roles_to_train datasets[].turns_to_train "

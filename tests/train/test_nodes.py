@@ -298,7 +298,7 @@ def test_only_the_machine_that_writes_checkpoints_needs_a_disk_for_them(workspac
 
 
 def test_what_cannot_be_shared_is_refused(workspace: Path) -> None:
-    alone = {"WORLD_SIZE": "8", "RANK": "0"}
+    alone = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     refused = finetune(workspace, "output_dir=few", environment=alone).expect(2)
     assert "gradient_accumulation_steps" in refused.err and not (workspace / "few").exists()
     assert "on_oom" in finetune(workspace, "output_dir=few", "on_oom=adapt", environment=alone).expect(2).err

@@ -205,14 +205,19 @@ def ids_of_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Tokens of a prompt, in the chat template if there is one."""
     if not has_template(tokenizer):
         return list(tokenizer(prompt.text)["input_ids"])
-    text = run_limited(lambda: _render(tokenizer, prompt.messages), TEMPLATE_LIMITS)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(rendered(tokenizer, prompt.messages), add_special_tokens=False)["input_ids"])
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """The prompt for an answer; runs in a child."""
+def rendered(tokenizer: Any, messages: list[dict[str, str]], **how: bool) -> str:
+    """The text of a conversation within limits of time and memory; `how`: as of transformers, else for an answer."""
+    return run_limited(lambda: _render(tokenizer, messages, **how), TEMPLATE_LIMITS)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, **how: bool) -> str:
+    """Runs in a child."""
+    how["add_generation_prompt"] = add_generation_prompt
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
     except MemoryError:
         raise
     except Exception as error:  # a template is a program: besides jinja2's errors it can raise any of Python's
