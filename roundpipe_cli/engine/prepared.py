@@ -110,7 +110,8 @@ class TrainedLayers:
 def trained_layers(store: WeightStore, split: ModelSplit) -> TrainedLayers:
     """The layers of a store that are trained."""
     num_layers = len(store.layouts)
-    own = (name for name in store.trainable_names if name.startswith(f"{split.embedding_path}."))
+    start, matrix = f"{split.embedding_path}.", split.embedding_weight
+    own = (name for name in store.trainable_names if name.startswith(start) or name == matrix)
     if any(store.layer_of(name) > 0 for name in own):  # a tied table, or rows of it, which are kept with the head
         head = num_layers - 1
         return TrainedLayers(0, frozenset({0, head}.intersection(store.trained)))

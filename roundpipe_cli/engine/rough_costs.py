@@ -30,6 +30,8 @@ class LayerSizes:
     """Per layer, bytes that a microbatch keeps on the device for its backward; None: estimated."""
     unpacks_once: bool = False
     """Packed weights stay unpacked for a visit."""
+    tied: bool = False
+    """The embedding's matrix is kept and trained with the head."""
 
 
 @dataclass(frozen=True)
@@ -88,5 +90,5 @@ def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens
         host_bytes_per_s=device.host_bytes_per_s,
         update_bytes=device.update_bytes,
         leaving_bytes=layouts[0].trainable_dtype.itemsize,
-        tied=bool(layouts[-1].num_trainable_elements and not layouts[0].num_trainable_elements),
+        tied=sizes.tied,
     )

@@ -72,6 +72,8 @@ class ModelSplit:
     """The module that calls the backbone and has the LM head, as far as a forward shows; "": the model itself."""
     boundary_columns: int = 0
     """Width of the widest boundary tensor, in values per token of the weights' size: hidden states and companions."""
+    embedding_weight: str = ""
+    """The first name of the embedding's matrix among the model's parameters: of a tied one it may be the head's."""
 
     routers: RouterLoss | None = None
     """The routers' balancing loss, if it is trained."""
@@ -241,6 +243,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     given = [value for call in recorder.calls for value in call_values(call) if isinstance(value, torch.Tensor)]
     embedding = probe.get_input_embeddings()  # type: ignore[operator]
     embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
+    matrix = getattr(embedding, "weight", None)
     return ModelSplit(
         blocks_path,
         recorder.num_blocks,
@@ -255,6 +258,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         _unreached(probe, blocks_path, [recorder.first_hidden, logits, *given]),
         caller_path=max(callers, key=len, default=""),
         boundary_columns=max(columns) * boundary.dtype.itemsize // dtype.itemsize,
+        embedding_weight=next((name for name, one in probe.named_parameters() if one is matrix), ""),
     )
 
 

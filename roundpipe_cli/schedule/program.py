@@ -180,8 +180,8 @@ class _Lowering:
         self.prices_host, self.leaving_bytes = costs.host_bytes_per_s is not None, costs.leaving_bytes
         self.gate_bytes = costs.embedding_squares_bytes
         self.after_update, self.update_order = after_update, costs.update_order
-        self.embed_source = len(costs.layers) - 1 if costs.tied else 0
-        """The layer whose update makes the embedding's rows."""
+        self.embed_sources = (0, len(costs.layers) - 1) if costs.tied else (0,)
+        """The layers whose updates make the embedding's rows."""
         self.num_slots = costs.slots
         total = schedule.num_microbatches * schedule.num_steps
         self.ops: list[Op] = []
@@ -426,7 +426,7 @@ class _Lowering:
         """Let the embedding's rows, which come from the host, wait for its update."""
         for op in self.ops:
             if op.boundary == 0 and op.lane == UP:
-                op.deps.extend(self._version_deps(op.step, [self.embed_source]))
+                op.deps.extend(self._version_deps(op.step, self.embed_sources))
 
     def connect_weights(self, visit_id: int, previous: Visit | None) -> None:
         """The upload of a visit's weights, behind its slot's visit before and the updates that it must see."""

@@ -26,6 +26,7 @@ from roundpipe_cli.costs.models import ATTENTION_DROPOUT
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.prepared import trained_layers
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.kernels.capability import all_run_ours, why_no_triton
 from roundpipe_cli.model.attention import NAME, chunks_need_no_mask
@@ -126,7 +127,9 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
     active = active_parameters(setup.model, list(layouts))
     activation_bytes, shared_bytes = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
     experts = max(1, experts_per_token(text_config))
-    sizes = LayerSizes(layouts, active, setup.split.boundary_columns, experts, activation_bytes, setup.unpacks_once)
+    tied = len(layouts) - 1 in trained_layers(setup.store, setup.split).late
+    columns = setup.split.boundary_columns
+    sizes = LayerSizes(layouts, active, columns, experts, activation_bytes, setup.unpacks_once, tied)
     link_bytes_per_s = slowest_link_bytes_per_s(setup.devices) if on_gpu else SHARED_BYTES_PER_S
     host_bytes_per_s = ASSUMED_HOST_MEMORY_BYTES_PER_S if on_gpu else None
     update_bytes = OPTIMIZERS[recipe.optim].update_bytes
