@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -166,7 +166,7 @@ def is_result(target: str) -> bool:
 def _with_rows(loaded: LoadedRecipe, path: str, overrides: Sequence[str]) -> LoadedRecipe:
     """The recipe with the rows of `path` alone: as its entry of that place reads them, else as its first entry does,
     whose configuration, split and pairs are other rows' own unless an override says how to read these."""
-    from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+    from roundpipe_cli.recipe.schema import DatasetConfig, with_rows_alone
 
     def place_of(name: str) -> str:
         return next((str(one.resolve()) for one in tried_paths(name, loaded.folder) if one.exists()), name)
@@ -178,5 +178,4 @@ def _with_rows(loaded: LoadedRecipe, path: str, overrides: Sequence[str]) -> Loa
     entry = next((one for one in (*recipe.datasets, *recipe.eval_datasets) if place_of(one.path) == place), first)
     if recipe.scores_answers and not is_said:
         entry = replace(entry, type=plain.type, columns=plain.columns)
-    alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
-    return replace(loaded, recipe=replace(recipe, datasets=(entry,), objective=Recipe.objective, **alone))
+    return replace(loaded, recipe=with_rows_alone(recipe, entry))

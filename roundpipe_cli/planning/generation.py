@@ -61,8 +61,8 @@ def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generat
     settings = replace(question.settings, **form, **({} if streams else {"packed_as": None}))  # type: ignore[arg-type]
     case, devices = replace(question, settings=settings), _devices(hardware)
     smallest, largest = (pick(devices, key=lambda one: one.memory_bytes) for pick in (min, max))
-    used, on_host = (devices, smallest) if streams else ([largest], largest), smallest.is_cpu
-    (devices, device), blocks = used, len(architecture.blocks)
+    devices, device = (devices, smallest) if streams else ([largest], largest)
+    on_host, blocks = smallest.is_cpu, len(architecture.blocks)
     sizes, process, free = [0, *_layer_bytes(case)], _process_parts(question), _free_host_bytes(question)
     room = free if on_host else usable_device_bytes(device) - CONTEXT_BYTES
     embedding = 0 if architecture.tied else architecture.embed_params * settings.dtype_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from roundpipe_cli.choices import (
@@ -718,6 +718,12 @@ class Recipe:
         recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)
         is_dealing_open = pipeline.dispatch != "round_robin" and pipeline.head_workers in ("auto", 1)
         return is_cache_open and is_cut_open and recomputes and is_dealing_open
+
+
+def with_rows_alone(recipe: Recipe, entry: DatasetConfig) -> Recipe:
+    """The recipe for a forward of the rows of `entry`, each by itself, and of no others."""
+    others: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
+    return replace(recipe, datasets=(entry,), objective=Recipe.objective, **others)
 
 
 def rate_reason(recipe: Recipe) -> str:

@@ -183,12 +183,10 @@ class Evaluator:
             answers = self._streamed(prompts, ends)
         except (InterruptedScoring, RoundpipeError):
             raise
-        except (
-            Exception
-        ) as error:  # no room, a lost device, a type whose `generate` fails; it holds the device's memory
+        except Exception as error:  # no room, a lost device, a type whose `generate` fails
             why = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
             self._tell(Notice(f"the answers are not streamed ({why}): a whole forward for each token"))
-        if answers is None:
+        if answers is None:  # behind the error, which holds the device's memory
             most = recipe.eval_max_new_tokens
             answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=frozenset(ends))
         for prompt, answer in zip(prompts, answers, strict=True):

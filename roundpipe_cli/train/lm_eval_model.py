@@ -24,7 +24,7 @@ from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, Notice, Phase, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.recipe.schema import DatasetConfig, with_rows_alone
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.result.generate import continued, rendered
 from roundpipe_cli.train.score import batches_of, scored_batches
@@ -205,10 +205,8 @@ def with_longest_row(loaded: LoadedRecipe, folder: Path) -> LoadedRecipe:
     """The recipe with one row, in a file in `folder`, as long as rows of tasks may be."""
     recipe, file = loaded.recipe, folder / LONGEST
     file.write_text(json.dumps({"text": "a " * recipe.row_tokens}) + "\n", encoding="utf-8")
-    alone: dict[str, Any] = {"eval_datasets": (), "val_set_size": 0.0, "eval_samples": 0, "packing": False}
-    alone |= {"datasets": (DatasetConfig(path=str(file), type="text"),), "long_rows": "truncate"}
-    alone["max_seq_length"] = recipe.row_tokens
-    return replace(loaded, recipe=replace(recipe, objective=Recipe.objective, **alone))
+    alone = with_rows_alone(recipe, DatasetConfig(path=str(file), type="text"))
+    return replace(loaded, recipe=replace(alone, long_rows="truncate", max_seq_length=recipe.row_tokens))
 
 
 def without_longest_row(tell: Tell) -> Tell:

@@ -150,6 +150,13 @@ def ask_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest:
     return ask_again(asked, loaded)
 
 
+def _asked_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest | None:
+    """Question of `ask_here`; None where another check reports what is wrong."""
+    with suppress(RefusedError):
+        return ask_here(loaded, asked)
+    return None
+
+
 def _count_blocks(found: FoundConfig) -> Mapping[str, Any] | None:
     """The counts that `plan` takes of a model that the tables do not know."""
     with suppress(NotBuiltError):
@@ -166,9 +173,8 @@ def decide_unpacking(
     """Whether weights packed as `packed_as` are unpacked once per visit of a stage; else for each microbatch."""
     if packed_as is None:
         return False
-    found = None
-    with suppress(RefusedError):  # another check reports what is wrong
-        found = ask_here(loaded, asked).unpacking
+    question = _asked_here(loaded, asked)
+    found = None if question is None else question.unpacking
     unpacking = found or Unpacking(PACKED_FORMATS[packed_as].label, once=False, lacking="figures of this model")
     tell(Notice(unpacking.describe()))
     return unpacking.once
@@ -243,11 +249,7 @@ def prepare(
     proof = prove_once(model, split, recipe, build, tell)
     longest = max([int(dataset.lengths.max()), *(len(row.input_ids) for row in evaluation)])
     refuse_long_rows(longest, proof)
-    planned = None
-    with suppress(RefusedError):  # another check reports what is wrong
-        planned = ask_here(loaded, asked)
-    maps = planned is not None and planned.settings.weights_on_disk
-    store = make_weight_store(recipe, layouts, tell, elsewhere(layouts), maps=maps)
+    store = make_weight_store(recipe, layouts, tell, elsewhere(layouts), asked=lambda: _asked_here(loaded, asked))
     kept = packed if packed_as == stored else ()
     fill_store(store, source, model, recipe, packed=kept, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
@@ -453,14 +455,22 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
 
 
 def make_weight_store(
-    recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int] = (), *, maps: bool = False
+    recipe: Recipe,
+    layouts: list[LayerLayout],
+    tell: Tell,
+    elsewhere: Collection[int] = (),
+    *,
+    asked: Callable[[], PlanRequest | None] = lambda: None,
 ) -> WeightStore:
-    """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short; `maps`: it
-    is, as `plan` counts."""
+    """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short, by their own
+    size or with all that `asked`, the planner's question, counts beside them."""
     num_bytes = sum(layout.num_bytes for layout in layouts)
     available = host_memory().available_bytes
     is_open = recipe.weights == "auto" and recipe.method == "lora"
-    short = is_open and (maps or num_bytes > MAX_MEMORY_SHARE * available)
+    short = is_open and num_bytes > MAX_MEMORY_SHARE * available
+    if is_open and not short:
+        question = asked()
+        short = question is not None and question.settings.weights_on_disk
     if recipe.weights != "mmap" and not short:
         return WeightStore(layouts, elsewhere=elsewhere)
     folder = named_path(recipe.output_dir)
