@@ -120,6 +120,14 @@ def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return memory
 
 
+def process_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def describe_memory(memory: HostMemory) -> str:
     """`32 GiB of host memory, 21.5 GiB of it free now`, for `doctor`, `init`, `plan`; `finetune` takes what is free."""
     return f"{format_bytes(memory.total_bytes)} of host memory, {format_bytes(memory.available_bytes)} of it free now"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.cost import without_unpacked
-from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu
+from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, process_bytes
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, RefusedError, ResourceError
 from roundpipe_cli.planning.answers import Answers
@@ -59,6 +59,24 @@ def leave_small_cards(question: PlanRequest) -> tuple[PlanRequest, str | None]:
     return ask_again(replace(question, machine=replace(machine, devices=used.hardware.devices)), loaded), text
 
 
+def maps_weights(question: PlanRequest) -> bool:
+    """Whether a run maps its frozen weights from disk: they fit the memory that is free now, with what this process has
+    of it, only so. `plan` says it for all of the machine's memory."""
+    return _with_free_memory(question, host_memory().available_bytes + process_bytes()).settings.weights_on_disk
+
+
+def _with_free_memory(question: PlanRequest, free_bytes: int) -> Case:
+    """What needs least of the run, with so much host memory; weights mapped from disk if only that fits."""
+    machine = replace(question.hardware, host_memory_bytes=min(question.hardware.host_memory_bytes, free_bytes))
+    if not this_process().is_first:  # the first of several machines alone writes checkpoints and the result
+        machine = replace(machine, disk_free_bytes=None)
+    settings = replace(question.settings, unpacks_once=False)
+    if settings.method == "full" and question.loaded.recipe.nodes.shard_optimizer is not False:
+        settings = replace(settings, num_shards=this_process().count)
+    case = Case(question.architecture, settings, machine, without_unpacked(question.costs))
+    return choose_tier(case) if question.loaded.recipe.weights == "auto" else case
+
+
 def check_fits(question: PlanRequest) -> None:
     """Refuse a run that cannot fit on this machine, before anything is loaded.
 
@@ -76,16 +94,8 @@ def check_fits(question: PlanRequest) -> None:
     if question.is_for_lack_of_gpus and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # nor is any other GPU
     memory = host_memory()
-    available = min(question.hardware.host_memory_bytes, memory.available_bytes)
-    machine = replace(question.hardware, host_memory_bytes=available)
-    if not this_process().is_first:  # the first of several machines alone writes checkpoints and the result
-        machine = replace(machine, disk_free_bytes=None)
-    settings = replace(question.settings, unpacks_once=False)  # what needs least
-    if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
-        settings = replace(settings, num_shards=this_process().count)
-    case = Case(question.architecture, settings, machine, without_unpacked(question.costs))
-    if loaded.recipe.weights == "auto":
-        case = choose_tier(case)
+    case = _with_free_memory(question, memory.available_bytes)
+    machine, available = case.hardware, case.hardware.host_memory_bytes
     verdict = judge_coarsest(case)
     if verdict.fits:
         return

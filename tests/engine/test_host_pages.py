@@ -410,7 +410,8 @@ def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkey
 
 
 def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though they alone had room in memory; where the plan has room for all, they stay there."""
+    """Though they alone had room in memory; where the plan has room for all, they stay there, unless other programs
+    have that room."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 8192}
     folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", **sizes))
     monkeypatch.chdir(folder)
@@ -418,8 +419,10 @@ def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(machine.host_memory, "__defaults__", (Path("/proc"), tmp_path))
     loaded, told = load_recipe("recipe.yaml"), list[Event]()
     needed = judge_coarsest(ask(loaded)).host.total_bytes
-    for spare, is_mapped in ((16 << 20, False), (-16 << 20, True)):
-        (tmp_path / "memory.max").write_text(str(int((needed + spare) / 0.95)))
+    for more, others, is_mapped in ((64 << 20, 0, False), (-64 << 20, 0, True), (1 << 30, (1 << 30) + (64 << 20), True)):
+        used = machine.process_bytes() + others
+        (tmp_path / "memory.max").write_text(str(int((needed + more) / 0.95)))
+        (tmp_path / "memory.current").write_text(str(used))
         assert setup.prepare(loaded, offline=True, tell=told.append).store.is_mapped == is_mapped
         assert any("the run has no room" in str(event) for event in told) == is_mapped
 

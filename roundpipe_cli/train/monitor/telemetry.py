@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.costs.hardware import catalogue, find_gpu
-from roundpipe_cli.costs.machine import host_memory
+from roundpipe_cli.costs.machine import host_memory, process_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.live import StepInWork
@@ -243,14 +243,6 @@ class Telemetry:
         memory, devices = host_memory(), sampler.sample(self._engine.lanes)
         used_bytes = memory.total_bytes - memory.available_bytes
         return Sample(self._clock(), process_bytes(), used_bytes, memory.total_bytes, devices)
-
-
-def process_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _span(item: Interval, step: StepInWork, offset_s: float) -> Span:

@@ -55,6 +55,7 @@ from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, with_chunks
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
+from roundpipe_cli.planning.run_plan import maps_weights
 from roundpipe_cli.planning.unpacking import Unpacking
 from roundpipe_cli.recipe.check import contradictions
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -470,7 +471,7 @@ def make_weight_store(
     short = is_open and num_bytes > MAX_MEMORY_SHARE * available
     if is_open and not short:
         question = asked()
-        short = question is not None and question.settings.weights_on_disk
+        short = question is not None and maps_weights(question)
     if recipe.weights != "mmap" and not short:
         return WeightStore(layouts, elsewhere=elsewhere)
     folder = named_path(recipe.output_dir)
