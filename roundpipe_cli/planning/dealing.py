@@ -91,7 +91,8 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
     allowed = list(filter(keeps, finest)) or list(filter(keeps, coarser))
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
     is_whole = short.num_microbatches == case.num_microbatches
-    if not (allowed or is_whole):  # of a longer step the end, where sharing stages helps, is a small part
+    # Of a longer step the end, where sharing stages helps, is a small part; and shared, stages take no less memory.
+    if not (allowed or (is_whole and (keeps is None or keeps(planned)))):
         return planned
     best, ends = planned, _step_ends(planned, short)
     if allowed:
