@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from roundpipe_cli.choices import EXAMPLES, ExampleKind, ExampleName
+from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.recipe.schema import DatasetConfig
 
 
@@ -31,6 +34,17 @@ def spec_of(entry: DatasetConfig, example: ExampleName) -> DatasetSpec:
     if EXAMPLES[example].figure == "label":  # of the last answer; what stands before it is its prompt
         own["turns_to_train"] = "last"
     return DatasetSpec(**own)
+
+
+@contextmanager
+def errors_of(key: str) -> Iterator[None]:
+    """Errors of `datasets` name `key`, which has the same form."""
+    try:
+        yield
+    except RoundpipeError as error:
+        wheres = [re.sub(r"^datasets\b", key, one.where) if one.where else None for one in error.problems]
+        error.problems = tuple(replace(one, where=where) for one, where in zip(error.problems, wheres, strict=True))
+        raise
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
-from roundpipe_cli.data.settings import spec_of
+from roundpipe_cli.data.settings import errors_of, spec_of
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.data.teacher import find_teacher
 from roundpipe_cli.events import Tell
@@ -40,8 +40,10 @@ def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelS
     """Check that model, rows and a teacher's scores exist, see `check_base`; `source`: the model, if it was found."""
     recipe = loaded.recipe
     source = source or check_base(loaded, start, tell)
-    for dataset in (*recipe.datasets, *recipe.eval_datasets):
-        find_sources(spec_of(dataset, loaded.recipe.objective_kind.example), loaded.folder, start.offline)
+    for key in ("datasets", "eval_datasets"):
+        with errors_of(key):
+            for entry in getattr(recipe, key):
+                find_sources(spec_of(entry, recipe.objective_kind.example), loaded.folder, start.offline)
     if recipe.objective_kind.needs_teacher:
         find_teacher(recipe.distill.teacher, loaded.folder)
     return source

@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DataReport
-from roundpipe_cli.data.settings import DataSettings, spec_of
+from roundpipe_cli.data.settings import DataSettings, errors_of, spec_of
 from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, template_hash, vocabulary_hash
 from roundpipe_cli.data.tokenized import (
     Row,
@@ -27,7 +27,7 @@ from roundpipe_cli.events import Notice, Phase, Say, Tell, tell_notices
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.new_tokens import load_with_tokens
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import LENGTH_KEY, DatasetConfig, Recipe
+from roundpipe_cli.recipe.schema import LENGTH_KEY, Recipe
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.prepare.trainable import (
     same_named,
@@ -39,14 +39,15 @@ UNCUT = sys.maxsize
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
 
-def data_settings(loaded: LoadedRecipe, offline: bool, entries: Sequence[DatasetConfig]) -> DataSettings:
-    """The recipe's data keys in the data room's terms; `entries`: its `datasets`, or those to evaluate on."""
+def _build(loaded: LoadedRecipe, key: str, tokenizer: Any, offline: bool, tell: Say | None = None) -> TokenizedDataset:
+    """Rows of the recipe's `datasets` or `eval_datasets`."""
     recipe = loaded.recipe
-    specs = tuple(spec_of(entry, recipe.objective_kind.example) for entry in entries)
+    specs = tuple(spec_of(entry, recipe.objective_kind.example) for entry in getattr(recipe, key))
     is_whole = recipe.max_seq_length == "auto" or loaded.length_note is not None  # the same tokens in the cache
     own: dict[str, Any] = {"datasets": specs, "folder": loaded.folder, "offline": offline}
     own[LENGTH_KEY] = UNCUT if is_whole else recipe.row_tokens
-    return DataSettings(**same_named(DataSettings, recipe) | own)
+    with errors_of(key):
+        return build_dataset(DataSettings(**same_named(DataSettings, recipe) | own), tokenizer, tell)
 
 
 def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool, tell: Tell) -> LoadedRecipe:
@@ -61,8 +62,8 @@ def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool,
         return loaded
     tell(Phase("tokenising the data, for its longest row"))
     tokenizer, _ = load_with_tokens(source, recipe.add_tokens)
-    entries = [some for some in (recipe.datasets, recipe.eval_datasets) if some]
-    found = [build_dataset(data_settings(loaded, offline, some), tokenizer) for some in entries]
+    keys = ("datasets", "eval_datasets") if recipe.eval_datasets else ("datasets",)
+    found = [_build(loaded, key, tokenizer, offline) for key in keys]
     longest = max(found, key=lambda one: int(one.lengths.max()))
     row, tokens = int(longest.lengths.argmax()), int(longest.lengths.max())
     loaded = loaded.with_row_tokens(tokens, f"the longest row, {longest.where(longest.rows.row_ids[row])}")
@@ -72,7 +73,7 @@ def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool,
 
 def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) -> TokenizedDataset:
     """The rows to train on."""
-    dataset = build_dataset(data_settings(loaded, offline, loaded.recipe.datasets), tokenizer, tell)
+    dataset = _build(loaded, "datasets", tokenizer, offline, tell)
     more = [NLL_NOTICE] if loaded.recipe.nll_on_prompt else []
     if loaded.recipe.objective_kind.rows.figure == "label":
         more = [describe_labels(loaded.recipe, dataset.report)]
@@ -135,7 +136,7 @@ def evaluation_rows(
         dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
         parts.append(held)
     if recipe.eval_datasets:
-        other = build_dataset(data_settings(loaded, offline, recipe.eval_datasets), tokenizer)
+        other = _build(loaded, "eval_datasets", tokenizer, offline)
         parts.append(other)
         trained = [f"{text}: trained, too" for text in same_rows(other.numbered_sources, dataset.numbered_sources)]
         tell_notices(tell, *(f"evaluation: {text}" for text in (*other.notices, *trained)))
