@@ -199,6 +199,8 @@ LEFT_OUT = ("host", "GPU")
 
 def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> list[str]:
     """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it."""
+    from roundpipe_cli.recipe.schema import LENGTH_KEY
+
     has_price = any(row.plan is not None and row.plan.question.hardware.price is not None for row in rows)
     cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s", *(["$/B tokens"] if has_price else [])]]
     for row in rows:
@@ -212,7 +214,8 @@ def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> l
     heading, *lines = aligned(cells, len(rows[0].values) + 1, LEFT_OUT, width)
     shown = [heading]
     for line, row in zip(lines, rows, strict=True):
-        shown += [line, *(f"    {reason}" for reason in row_document(row)["reasons"])]
+        note = row.plan.question.loaded.length_note if row.plan is not None and LENGTH_KEY in row.values else None
+        shown += [line, *(f"    {text}" for text in filter(None, [note, *row_document(row)["reasons"]]))]
     return shown
 
 

@@ -419,9 +419,9 @@ def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(machine.host_memory, "__defaults__", (Path("/proc"), tmp_path))
     loaded, told = load_recipe("recipe.yaml"), list[Event]()
     needed = judge_coarsest(ask(loaded)).host.total_bytes
-    for more, others, is_mapped in ((64 << 20, 0, False), (-64 << 20, 0, True), (1 << 30, (1 << 30) + (64 << 20), True)):
-        used = machine.process_bytes() + others
-        (tmp_path / "memory.max").write_text(str(int((needed + more) / 0.95)))
+    for more, others, is_mapped in ((64, 0, False), (-64, 0, True), (1024, 1024 + 64, True)):
+        used = machine.process_bytes() + (others << 20)
+        (tmp_path / "memory.max").write_text(str(int((needed + (more << 20)) / 0.95)))
         (tmp_path / "memory.current").write_text(str(used))
         assert setup.prepare(loaded, offline=True, tell=told.append).store.is_mapped == is_mapped
         assert any("the run has no room" in str(event) for event in told) == is_mapped
