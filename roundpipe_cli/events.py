@@ -185,7 +185,7 @@ class Sample:
 
     time_s: float
     process_bytes: int
-    """Resident memory of the run."""
+    """Resident memory of the run, without pages of files."""
     host_used_bytes: int
     host_total_bytes: int
     """Memory of the machine or the container."""

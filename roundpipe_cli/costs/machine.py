@@ -121,11 +121,18 @@ def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def process_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    """Resident memory of this process without `file_bytes`; 0 where the system does not tell."""
+    return _resident_bytes("RssAnon:", "RssShmem:")
+
+
+def file_bytes() -> int:
+    """Resident pages of files, such as mapped weights, which the system takes back where memory is short."""
+    return _resident_bytes("RssFile:")
+
+
+def _resident_bytes(*kinds: str) -> int:
+    lines = (line.split() for line in _read(Path("/proc/self/status")).splitlines())
+    return sum(1024 * int(words[1]) for words in lines if words and words[0] in kinds)
 
 
 def describe_memory(memory: HostMemory) -> str:

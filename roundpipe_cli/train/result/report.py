@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli import __version__
-from roundpipe_cli.costs.machine import processor_name
+from roundpipe_cli.costs.machine import file_bytes, processor_name
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import redact
 from roundpipe_cli.events import REPORT_NAME, DeviceLost, StepFinished
@@ -104,6 +104,7 @@ def make_report(
     import transformers
 
     store, rows = setup.store, log.rows
+    max_resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     loss_of = {**log.earlier_losses, **{row.step: row.loss for row in rows}}
     losses = [loss_of[step] for step in sorted(loss_of) if math.isfinite(loss_of[step])]
     return {
@@ -141,7 +142,7 @@ def make_report(
             "mfu": _median([row.mfu for row in rows if row.mfu is not None]),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
-            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "host_peak_bytes": max_resident_bytes - (file_bytes() if store.is_mapped else 0),
             "host_store_bytes": {**store.num_bytes(), "moments": moments_bytes},
         },
         "lost_devices": [_loss_figures(rows, before, event) for before, event in log.lost],
