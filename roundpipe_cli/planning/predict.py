@@ -553,8 +553,9 @@ def _cut(question: PlanRequest) -> StageCut:
     def keeps(cut: StageCut) -> bool:
         return _judged(question, cut).fits
 
-    try:
-        cut = choose("roundpipe", case, keeps, effort="quick")
+    finest = StageCut(*even_cut(len(question.costs.layers), 1, 1), question.num_workers)
+    try:  # a search whose stages the host has no room for in any round would be in vain
+        cut = choose("roundpipe", case, keeps, effort="quick") if keeps(finest) else finest
     except ResourceError:
         return replace(coarsest_cut(question), explanation=("no cut keeps the devices' limits",))
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
