@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.kernels.cross_entropy import log_softmax
+
 
 @dataclass(frozen=True)
 class TeacherScores:
@@ -80,7 +82,7 @@ def distilled_loss(
         its sum, float64; its gradient times `scale` with respect to the logits, of their type [N, V]; sums of cross
         entropy and of kl, float64 [2].
     """
-    gradient = torch.log_softmax(logits.detach().float(), dim=-1)
+    gradient = log_softmax(logits.detach())
     picked, ids, hard = gradient.gather(1, targets[:, None]), teacher.top_ids.long(), 1 - teacher.weight
     kl, slopes, log_student, sums = compare(gradient, teacher)
     each = torch.ones_like(picked) if factors is None else factors

@@ -15,7 +15,7 @@ import torch
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_
+from roundpipe_cli.kernels.cross_entropy import cross_entropy, cross_entropy_, log_softmax
 from roundpipe_cli.model.distillation import TeacherScores, compare, distilled_loss
 from roundpipe_cli.model.sequence_loss import Preference, sequence_loss, sequence_sums
 from roundpipe_cli.model.taps import GradientTaps, before_views
@@ -184,7 +184,7 @@ def score_head(
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         with torch.no_grad():
-            log_probabilities = torch.log_softmax(logits_of(rows[part], start).float(), dim=-1)
+            log_probabilities = log_softmax(logits_of(rows[part], start))
             picked = log_probabilities.gather(1, targets.ids[part, None])
         factors = 1 if targets.weights is None else targets.weights[part, None]
         loss_sum += -(picked.double() * factors).sum()
