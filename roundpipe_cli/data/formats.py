@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 
-from roundpipe_cli.choices import ROW_KINDS, SINGLE_TYPES, RowType
+from roundpipe_cli.choices import ROW_KINDS, RowType
 from roundpipe_cli.data.columns import (
     ANSWER_COLUMNS,
     FIGURE_COLUMNS,
@@ -74,7 +74,7 @@ def find_answers(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str
         where=where,
         found=column_names(dict.fromkeys(layouts[0])),
         expected="two answers, chosen and rejected, with a prompt, or both as whole conversations (`objective: dpo`)",
-        hint="name the columns: `columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}`",
+        hint="`columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}`; for labelled answers, `objective: kto`",
     )
 
 
@@ -133,6 +133,7 @@ LIST_FIELDS = ("messages", "conversations", "history")
 PAIR_COLUMNS = (
     *(("question", "answer"), ("prompt", "response"), ("instruction", "response"), ("query", "response")),
     *(("question", "response"), ("query", "answer"), ("problem", "solution"), ("input", "output")),
+    *(("instruction", "completion"), ("question", "completion")),
 )
 """Other names under which `auto` finds a prompt and its completion."""
 
@@ -363,7 +364,7 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
             where=where,
             found=column_names(dict.fromkeys(layouts[0])),
             expected="a column `label`, true where the answer is wanted and false where not (`objective: kto`)",
-            hint="name the column: `columns: {label: COLUMN}`",
+            hint="name the column: `columns: {label: COLUMN}`; for pairs of answers, `objective: dpo`",
         )
     if "preference" in types:
         made = RowFormat(spec, "preference", find_answers(spec, layouts, where)).fitted(every)
@@ -375,19 +376,21 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
     if spec.type != "auto":
         return RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, every))
     likely = likely_columns(rows) if not spec.columns else {}
+    likely = {} if "text" in likely and "text" not in types else likely
     if spec.rows.figure != "label":
         refuse_layout(layouts, where, has_answer="completion" in likely)
     if inside is not None and not likely:
         raise inside
-    raise UnknownColumnsError(layouts[0], where, likely)
+    raise UnknownColumnsError(layouts[0], where, types, likely)
 
 
 class UnknownColumnsError(RefusedError):
     """No type fits the columns of the rows. Exit code 2."""
 
-    def __init__(self, layout: Sequence[str], where: str, likely: Mapping[str, str]) -> None:
+    def __init__(self, layout: Sequence[str], where: str, types: Sequence[RowType], likely: Mapping[str, str]) -> None:
         """
         Args:
+            types: of rows that are trained.
             likely: fields to the columns that are likely to hold them; empty: nothing is known of them.
         """
         shown = likely or {"prompt": "COLUMN", "completion": "COLUMN"}
@@ -395,7 +398,7 @@ class UnknownColumnsError(RefusedError):
             "cannot tell the type of this dataset from its columns",
             where=where,
             found=column_names(dict.fromkeys(layout)),
-            expected="; ".join(f"{row_type}: {', '.join(ROW_KINDS[row_type].fields)}" for row_type in SINGLE_TYPES),
+            expected="; ".join(f"{row_type}: {', '.join(ROW_KINDS[row_type].fields)}" for row_type in types),
             hint=delimiter_hint(layout) or f"name the columns: `{columns_text(shown)}`",
         )
         self.likely = likely

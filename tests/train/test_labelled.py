@@ -195,8 +195,12 @@ FORMS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
     ),
     "null": ([{"prompt": "Hi", "completion": "Yo", "label": None}], "whether the answer is wanted"),
     "no label": ([{"prompt": "Hi", "completion": "Yo"}], "cannot find the labels"),
-    "pairs": ([{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}], "cannot find the labels"),
-    "texts": ([{"text": "Hi", "label": True}], "cannot tell the type"),
+    "pairs": ([{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}], "for pairs of answers, `objective: dpo`"),
+    "texts": ([{"text": "Hi", "label": True}], "`columns: {prompt: COLUMN, completion: COLUMN}`"),
+    "trl, implicit prompt": (
+        [{"completion": "Hi. Yo", "label": True}],
+        "prompt_completion: prompt, completion\n  hint: name the columns: `columns: {prompt: COLUMN, completion: COLUMN}`",
+    ),
     "a weight": ([{"prompt": "Hi", "completion": "Yo", "label": True, "weight": 0.5}], "how much the row counts"),
 }
 
