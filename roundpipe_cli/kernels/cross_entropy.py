@@ -41,8 +41,10 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     values = logits.float()
     if values.device.type != "cpu":
         return torch.log_softmax(values, dim=-1)
-    sums = [rows.logsumexp(dim=-1, keepdim=True) for rows in values.split(4)]  # temporaries that stay in the cache
-    return values - torch.cat(sums)
+    below = values - values.amax(dim=-1, keepdim=True)  # from the largest: large logits lose nothing
+    for rows in below.split(4):  # temporaries that stay in the cache
+        rows.sub_(rows.exp().sum(dim=-1, keepdim=True).log_())
+    return below
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
