@@ -199,7 +199,7 @@ FORMS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
     "texts": ([{"text": "Hi", "label": True}], "`columns: {prompt: COLUMN, completion: COLUMN}`"),
     "trl, implicit prompt": (
         [{"completion": "Hi. Yo", "label": True}],
-        "prompt_completion: prompt, completion\n  hint: name the columns: `columns: {prompt: COLUMN, completion: COLUMN}`",
+        "prompt_completion: prompt, completion\n  hint: name the columns: `columns: {prompt: COLUMN,",
     ),
     "a weight": ([{"prompt": "Hi", "completion": "Yo", "label": True, "weight": 0.5}], "how much the row counts"),
 }
