@@ -69,7 +69,6 @@ def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generat
     from_disk = streams and sum(sizes) + embedding > MAX_MEMORY_SHARE * free
     answers = _answer_bytes(case, prompts) * -(-blocks // len(devices))
     unpacked = max(map(settings.packed_params, architecture.blocks), default=0) * settings.dtype_bytes
-    unpacked = max(unpacked, *sizes) if on_host else unpacked  # products there order weights anew
     budget = weight_budget(room, answers_bytes=answers, unpacked_bytes=unpacked)
     stays = not streams or (on_host and not from_disk)
     plans = plan_devices(sizes, len(devices), sys.maxsize if stays else budget)
@@ -77,7 +76,7 @@ def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generat
         "weights that stay": max(plan.kept_bytes for plan in plans) + (embedding if stays else 0),
         "weights that come past": max(plan.slots_bytes for plan in plans),
         "keys and values": answers,
-        "weights of a layer, unpacked or ordered anew": unpacked,
+        "weights of a layer, unpacked": unpacked,
     }
     host = process | (needed if on_host else {"weights": sum(sizes) + embedding} if streams and not from_disk else {})
     link, disk = min(one.link_bytes_per_s for one in devices), hardware.disk_bytes_per_s or ASSUMED_DISK_BYTES_PER_S

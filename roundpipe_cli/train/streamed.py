@@ -151,8 +151,6 @@ def _budget(model: Any, split: ModelSplit, store: WeightStore, *, devices: Seque
     free = [host_memory().available_bytes] if devices[0] == "cpu" else map(cuda.memory_bytes, range(len(devices)))
     answers = num_tokens * width * model.dtype.itemsize * -(-split.num_blocks // len(devices))
     whole = max(layout.whole_bytes for layout in store.layouts)
-    if devices[0] == "cpu":  # whose products order weights anew, a copy of them, where there are many rows
-        whole = max(whole, *(layout.num_bytes for layout in store.layouts[1:]))
     return weight_budget(min(free), answers_bytes=answers, unpacked_bytes=whole)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from roundpipe_cli.costs.answering import ROOM_BYTES, ROOM_SHARE, WEIGHTS_SHARE, DevicePlan, plan_devices
 from roundpipe_cli.engine.backends.cpu import CpuBackend
@@ -22,11 +22,12 @@ from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, 
 from roundpipe_cli.train import streamed
 from roundpipe_cli.train.prepare import setup
 from roundpipe_cli.train.result import generate
-from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, answer_prompts, load_result
+from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, answer_prompts, continued, load_result
 from roundpipe_cli.train.streamed import opened_model
+from tests.model.test_weights_io import status_bytes
 from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, write_recipe
-from tests.support.tiny import make_rig
+from tests.support.tiny import make_rig, tiny_config
 
 PROMPTS = [Prompt("Say x1: ", max_new_tokens=5), Prompt("Say something else, and longer: ", max_new_tokens=5)]
 
@@ -162,6 +163,19 @@ def test_a_batch_is_advised_below_one_token_a_second() -> None:
     for num_bytes, count in ((10**6, 1), (10**13, 2)):
         said = list(streamed._describe([DevicePlan({1: num_bytes}, frozenset())], ("cpu",), is_mapped=True))
         assert len(said) == count and ("--prompts FILE" in said[-1]) == (count == 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux' /proc")
+def test_the_head_is_not_copied_for_each_prompt() -> None:
+    """Story: torch's product of hidden states that are cut out of longer rows copied a bfloat16 table on the processor
+    once for each prompt, and a model in a container of its size was killed."""
+    config = tiny_config("llama", vocab_size=32_768, hidden_size=256, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
+    continued(model, [[1, 2]], 0, max_new_tokens=1)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status_bytes("VmRSS")
+    continued(model, [[1, 2]] * 8, 0, max_new_tokens=1)
+    assert status_bytes("VmHWM") - before < model.lm_head.weight.nbytes
 
 
 @pytest.mark.parametrize("at", [1, 4])

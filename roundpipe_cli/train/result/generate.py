@@ -179,7 +179,8 @@ def continued(model: Any, ids: Sequence[list[int]], pad: int | None, **how: Any)
     # an answer follows its prompt at once; padding adds no token that a repetition penalty would not count anyway
     padded = [(one[:1] or [pad or 0]) * (longest - len(one)) + one for one in ids]
     masks = [[0] * (longest - len(one)) + [1] * len(one) for one in ids]
-    with torch.no_grad(), warnings.catch_warnings():
+    head = model.get_output_embeddings() or model
+    with torch.no_grad(), warnings.catch_warnings(), head.register_forward_pre_hook(_laid_out):
         warnings.simplefilter("ignore")
         tokens = model.generate(
             input_ids=torch.tensor(padded, device=model.device),
@@ -190,6 +191,12 @@ def continued(model: Any, ids: Sequence[list[int]], pad: int | None, **how: Any)
             **how,
         )
     return [list(row) for row in tokens[:, longest:].tolist()]
+
+
+def _laid_out(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A head's hidden states without the strides of the prompts that they are cut out of: for these, torch's product
+    copies a frozen bfloat16 table on the processor, once for each prompt."""
+    return tuple(one.clone(memory_format=torch.contiguous_format) for one in given)
 
 
 def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pads: Sequence[int]) -> WholeAnswer:
