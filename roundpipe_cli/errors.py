@@ -54,6 +54,18 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """A disk that is full, limited or failing: a lack of resources, and not a mistake in what was asked for."""
 
 
+NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
+"""Texts of torch, and of libraries below it, that Python knows as no MemoryError."""
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether the host had no memory left, whoever asked for it."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_said = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    return is_said or isinstance(error, MemoryError)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong, worded for the reader."""
@@ -180,7 +192,7 @@ def as_ours(error: BaseException, what: str, where: str) -> RoundpipeError:
         return error
     text = f"{type(error).__name__}: {error}".strip()
     ours: RoundpipeError = InternalError(f"{what} failed: {text}", where=where)
-    if isinstance(error, MemoryError):
+    if is_out_of_host_memory(error):
         ours = ResourceError(f"out of host memory in {what}", where=where, found=text)
     ours.__cause__ = error
     return ours

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, redact, render_problem
+from roundpipe_cli.errors import (
+    DISK_ERRORS,
+    InternalError,
+    ResourceError,
+    RoundpipeError,
+    is_out_of_host_memory,
+    redact,
+    render_problem,
+)
 from roundpipe_cli.library_settings import hide_bars
 from roundpipe_cli.units import escape_controls
 
@@ -241,9 +249,9 @@ def explained(error: BaseException) -> RoundpipeError:
     or a bug of ours."""
     if isinstance(error, RoundpipeError):
         return error
-    if _out_of_memory(error):
-        hint = "`roundpipe plan` says what a recipe needs"
-        return ResourceError("out of host memory", found=str(error), hint=hint)
+    if is_out_of_host_memory(error):
+        hint = "`roundpipe plan` says what a recipe needs; of `generate`: a smaller --batch-size, or --stream"
+        return ResourceError("out of host memory", found=str(error).partition("\n")[0], hint=hint)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
         hint = "end other programs there; of `generate`: a smaller --batch-size or --weight-cache-gib, or --stream"
         return ResourceError("out of device memory", found=str(error).partition("\n")[0], hint=hint)
@@ -252,13 +260,6 @@ def explained(error: BaseException) -> RoundpipeError:
         what = "the system lets this user start no more threads or processes"
         return ResourceError(what, found=str(error), hint="raise the limit: `ulimit -u`, or the container's")
     return _bug(error)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Whether the host had no memory left; torch's allocator says so only in its message."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _bug(error: BaseException) -> InternalError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import os
 import resource
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,8 @@ from roundpipe_cli.cache import CACHE_VARIABLE
 from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.output import explained, run_command
 from roundpipe_cli.cli.training import check_environment
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.engine.backends.base import is_out_of_memory
+from roundpipe_cli.errors import RefusedError, as_ours
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.torchrun import Process, launched_without_ranks, this_process
 from roundpipe_cli.train.prepare.devices import choose_devices
@@ -219,3 +222,22 @@ def test_a_device_without_memory_is_no_bug_of_ours() -> None:
     """It was one in `generate`, with a hint to report it."""
     error = explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"))
     assert error.exit_code == 5 and "--batch-size" in str(error) and "more" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: torch.empty(2**60, dtype=torch.uint8),
+        lambda: torch.ones(1).expand(2**58).clone(),
+        lambda: bytearray(2**62),
+        lambda: mmap.mmap(-1, 2**60),
+        lambda: np.zeros(2**60, dtype=np.uint8),
+    ],
+)
+def test_a_host_without_memory_is_no_bug_of_ours(ask: Callable[[], object]) -> None:
+    """Workers on the processor, whose step can be computed again with less, did not know torch's error."""
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as caught:
+        ask()
+    ours = [explained(caught.value), as_ours(caught.value, "saving", "step 1")]
+    assert [error.exit_code for error in ours] == [5, 5] and "--batch-size" in str(ours[0])
+    assert is_out_of_memory(caught.value) and not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.errors import is_out_of_host_memory
 from roundpipe_cli.faults import DeviceFault, fault
 
 # The number of intra-op threads of one thread, independent of other threads' settings.
@@ -41,7 +42,7 @@ _REFUSALS = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or a device had no more memory, whichever library asked for it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if isinstance(error, torch.OutOfMemoryError) or is_out_of_host_memory(error):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
 
