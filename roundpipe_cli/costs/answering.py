@@ -48,7 +48,7 @@ class DevicePlan:
 
     @property
     def slots_bytes(self) -> int:
-        """Bytes of the slots through which they come."""
+        """Bytes of the slots through which they come; of processors, of pages that the system should not need."""
         passing = [size for layer, size in self.sizes.items() if layer not in self.kept]
         return max(passing, default=0) * min(NUM_SLOTS, len(passing))
 

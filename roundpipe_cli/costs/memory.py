@@ -65,6 +65,8 @@ PINNED_RING_BYTES = 16 * MIB
 """Page-locked pieces per device and direction, for what is not page-locked itself."""
 INTERPRETER_BYTES = 418 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
+LIBRARY_FILES_BYTES = 170 * MIB
+"""Pages of the libraries' files among these, which the system counts as free: measured."""
 TOKEN_BYTES = 700
 """A token of a tokenizer takes so many: 35 MB measured with 49,152 of them."""
 TRITON_BYTES = 72 * MIB

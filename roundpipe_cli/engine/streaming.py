@@ -11,6 +11,7 @@ the layers before them compute, on this device or on another.
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +53,7 @@ class DeviceLayers:
             else:
                 self._kept[layer], event = self._fill(layer, backend.allocate(sizes[layer]))
                 backend.wait(event)
-        slot_bytes = max((sizes[layer] for layer in self._passing), default=0)
+        slot_bytes = 0 if backend.aliases_host else max((sizes[layer] for layer in self._passing), default=0)
         for _ in self._passing[:NUM_SLOTS]:
             self._ask(backend.allocate(slot_bytes))
 
@@ -82,8 +83,11 @@ class DeviceLayers:
 
     def _fill(self, layer: int, target: torch.Tensor, after: DeviceEvent = None) -> tuple[Parameters, DeviceEvent]:
         with self.backend.copy_thread():
-            layout = self._store.layouts[layer]
-            event = self.backend.copy_up([(target[: layout.num_bytes], self._store.buffers[layer])], after)
+            layout, source, event = self._store.layouts[layer], self._store.buffers[layer], after
+            if self.backend.aliases_host and layer in self._passing:  # in place; the system reads the file here, ahead
+                target, _ = source, source[:: mmap.PAGESIZE].max()
+            else:
+                event = self.backend.copy_up([(target[: layout.num_bytes], source)], after)
         return {place.name: place.parameter(target) for place in layout.places}, event
 
 

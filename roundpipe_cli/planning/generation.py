@@ -15,6 +15,7 @@ from roundpipe_cli.costs.memory import (
     CONTEXT,
     CONTEXT_BYTES,
     CONTEXT_HOST_BYTES,
+    LIBRARY_FILES_BYTES,
     MAX_MEMORY_SHARE,
     TOKEN_BYTES,
     Need,
@@ -74,7 +75,7 @@ def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generat
     plans = plan_devices(sizes, len(devices), sys.maxsize if stays else budget)
     needed = {
         "weights that stay": max(plan.kept_bytes for plan in plans) + (embedding if stays else 0),
-        "weights that come past": max(plan.slots_bytes for plan in plans),
+        "weights that come past": 0 if on_host else max(plan.slots_bytes for plan in plans),
         "keys and values": answers,
         "weights of a layer, unpacked": unpacked,
     }
@@ -154,7 +155,7 @@ def _process_parts(question: PlanRequest) -> dict[str, int]:
 def _free_host_bytes(question: PlanRequest) -> int:
     """Host memory for weights, keys and values: of this machine, what is free now."""
     hardware = question.hardware
-    free = host_memory().available_bytes if hardware.is_here else usable_host_bytes(hardware)
+    free = host_memory().available_bytes + LIBRARY_FILES_BYTES if hardware.is_here else usable_host_bytes(hardware)
     return max(0, free - sum(_process_parts(question).values()))
 
 

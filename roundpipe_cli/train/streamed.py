@@ -21,6 +21,7 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.host_memory import UnusedHeap, settle_heap
 from roundpipe_cli.engine.streaming import StreamedModel
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell, tell_notices
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, trained_tokens
 from roundpipe_cli.model.files.source import ModelSource
@@ -140,7 +141,11 @@ def _plans(store: WeightStore, devices: Sequence[str], budget_bytes: int) -> lis
 
 def _budget(model: Any, split: ModelSplit, store: WeightStore, *, devices: Sequence[str], num_tokens: int) -> int:
     """Bytes of each device for weights, beside what is kept of so many tokens: keys and values, of which recurrent
-    blocks keep less."""
+    blocks keep less.
+
+    Raises:
+        ResourceError: these alone have no room.
+    """
     config = model.config.get_text_config()
     figures = figures_of_model(config, model, split)
     heads = figures["num_attention_heads"]
@@ -150,8 +155,14 @@ def _budget(model: Any, split: ModelSplit, store: WeightStore, *, devices: Seque
         width = rank + config.qk_rope_head_dim
     free = [host_memory().available_bytes] if devices[0] == "cpu" else map(cuda.memory_bytes, range(len(devices)))
     answers = num_tokens * width * model.dtype.itemsize * -(-split.num_blocks // len(devices))
-    whole = max(layout.whole_bytes for layout in store.layouts)
-    return weight_budget(min(free), answers_bytes=answers, unpacked_bytes=whole)
+    whole, room = max(layout.whole_bytes for layout in store.layouts), min(free)
+    if answers + whole > room:
+        raise ResourceError(
+            "no room for the keys and values of the answers",
+            found=f"{format_bytes(answers)} for {num_tokens:,} tokens, {format_bytes(room)} free",
+            hint="fewer prompts at once (--batch-size), or shorter answers (--max-new-tokens)",
+        )
+    return weight_budget(room, answers_bytes=answers, unpacked_bytes=whole)
 
 
 def _num_tokens(tokenizer: Any, prompt: Prompt) -> int:

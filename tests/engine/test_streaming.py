@@ -149,3 +149,12 @@ def test_a_device_keeps_large_layers_first_and_others_evenly() -> None:
         assert len(kept) >= blocks and used + NUM_SLOTS * block <= room
         gaps = [b - a for a, b in itertools.pairwise([0, *kept, 10])]
         assert max(gaps) <= 10 // (len(kept) + 1) * 2 + 2
+
+
+def test_a_processor_reads_in_place_what_comes_past() -> None:
+    """Story: slots took two of the largest layers of memory that was short, and a pass twice the time."""
+    rig = make_rig("llama")
+    with streaming(rig, [CpuBackend(1)], 0) as (model, (plan,)):
+        assert tokens_of(model) == alone(model) and plan.passing_bytes
+        here = {name: one.data_ptr() for name, one in model.named_parameters()}
+    assert here == {name: rig.store.views[name].data_ptr() for name in here}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from roundpipe_cli.costs.answering import ROOM_BYTES, ROOM_SHARE, WEIGHTS_SHARE, DevicePlan, plan_devices
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.streaming import StreamedModel
+from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.load import build_skeleton, load_config
@@ -128,9 +129,12 @@ def test_a_larger_batch_leaves_less_room_for_weights(tmp_path: Path, monkeypatch
     base, said = make_model(tmp_path, "llama", num_hidden_layers=2), []
     monkeypatch.setattr(setup, "host_memory", lambda: SimpleNamespace(available_bytes=0))  # so that they are on disk
     monkeypatch.setattr(streamed, "host_memory", lambda: SimpleNamespace(available_bytes=10**7))
-    for batch_size in (2, 1000):
+    for batch_size in (2, 335):
         said.append(" ".join(streamed_answers(base, base, None, batch_size=batch_size)[1]))
     assert "0 B come past" in said[0] and "streaming: 0 B of weights stay" in said[1]
+    with pytest.raises(ResourceError, match="no room for the keys and values") as refused:
+        streamed_answers(base, base, None, batch_size=340)
+    assert "--batch-size" in str(refused.value)
 
 
 def test_only_a_model_that_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
