@@ -23,6 +23,7 @@ from roundpipe_cli.data.collate import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, Notice, Phase, Tell
+from roundpipe_cli.model.padding import each_as_alone
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, with_rows_alone
 from roundpipe_cli.train.prepare.ready import Setup
@@ -170,9 +171,12 @@ class RoundpipeLM(TemplateLM):  # type: ignore[misc]
             )
         if cut := sum(len(one) > most for one in ids):
             self._tell(Notice(f"{counted(cut, 'prompt')} cut on the left: longer than max_seq_length - {new}: {most}"))
-        ids = [one[-most:] for one in ids]
-        stops = stop_sequences_criteria(self.tokenizer, until, max(map(len, ids)), len(ids))
-        rows = continued(model, ids, pad_token_id(self.tokenizer), stopping_criteria=stops, **how)
+
+        def answer(some: Sequence[list[int]]) -> list[list[int]]:
+            stops = stop_sequences_criteria(self.tokenizer, until, max(map(len, some)), len(some))
+            return continued(model, some, pad_token_id(self.tokenizer), stopping_criteria=stops, **how)
+
+        rows = each_as_alone(model, [one[-most:] for one in ids], answer)
         texts = (self.tokenizer.decode(row, skip_special_tokens=True) for row in rows)
         return [postprocess_generated_text(text, until, None) for text in texts]
 

@@ -23,6 +23,7 @@ from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config,
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import refusing
 from roundpipe_cli.model.load import auto_class, build_skeleton, has_tokenizer, load_config, load_tokenizer
+from roundpipe_cli.model.padding import each_as_alone, padded
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.train.prepare.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
@@ -170,27 +171,23 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, is_
 
 
 def continued(model: Any, ids: Sequence[list[int]], pad: int | None, **how: Any) -> list[list[int]]:
-    """The tokens behind each of these, computed side by side; padding behind those that ended before the last.
+    """The tokens behind each of these, computed side by side where that changes none; padding behind those that ended
+    before the last.
 
     Args:
         how: arguments of transformers' `generate`.
     """
-    longest = max(map(len, ids))
-    # an answer follows its prompt at once; padding adds no token that a repetition penalty would not count anyway
-    padded = [(one[:1] or [pad or 0]) * (longest - len(one)) + one for one in ids]
-    masks = [[0] * (longest - len(one)) + [1] * len(one) for one in ids]
     head = model.get_output_embeddings() or model
-    with torch.no_grad(), warnings.catch_warnings(), head.register_forward_pre_hook(_laid_out):
-        warnings.simplefilter("ignore")
-        tokens = model.generate(
-            input_ids=torch.tensor(padded, device=model.device),
-            attention_mask=torch.tensor(masks, device=model.device),
-            pad_token_id=pad,
-            num_beams=1,  # beams cannot be shown as they come
-            use_cache=True,
-            **how,
-        )
-    return [list(row) for row in tokens[:, longest:].tolist()]
+
+    def answer(some: Sequence[list[int]]) -> list[list[int]]:
+        given = {name: one.to(model.device) for name, one in padded(some, pad).items()}
+        with torch.no_grad(), warnings.catch_warnings(), head.register_forward_pre_hook(_laid_out):
+            warnings.simplefilter("ignore")
+            # beams cannot be shown as they come
+            tokens = model.generate(**given, pad_token_id=pad, num_beams=1, use_cache=True, **how)
+        return [list(row) for row in tokens[:, given["input_ids"].shape[1] :].tolist()]
+
+    return each_as_alone(model, ids, answer)
 
 
 def _laid_out(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
