@@ -4,7 +4,8 @@
 
 Needs Linux, and root to make a memory cgroup (version 1 or 2). The model is a Llama with random weights and a folder's
 tokenizer. Prints what `plan --generate` says inside the cgroup, then for each batch the time of a pass behind the
-first, tokens/s, and the most resident memory of the process but for pages of the weights' files, which the system takes back.
+first, tokens/s, and the most resident memory of the process but for pages of the weights' files, which the system
+takes back.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def main() -> None:
                 pass_s = (took_s - first_s) / (NEW_TOKENS[1] - NEW_TOKENS[0])
                 rate = batch / pass_s
                 print(
-                    f"batch {batch}: the first pass {first_s:.2f} s, others {pass_s:.2f} s (planned {plan['pass_s']:.2f}), "
+                    f"batch {batch}: the first pass {first_s:.2f} s, others {pass_s:.2f} s "
+                    f"(planned {plan['pass_s']:.2f}), "
                     f"{rate:.2f} tokens/s (planned {plan['tokens_per_s']:.2f}), "
                     f"process {most / 2**20:.0f} MiB (planned {plan['host_bytes'] / 2**20:.0f})",
                     flush=True,
