@@ -4,8 +4,8 @@
     python scripts/small_data.py --data FOLDER --to FOLDER --sets quickstart --seeds 1            a part
 
 FOLDER of --data has `alpaca_rows.json` (instruction, input, output) and `gsm8k_train.jsonl` (question, answer). A seed
-draws the rows, 40 to train and 16 held out, and orders them. Prints the loss of the held-out rows after each epoch of 10
-updates, and answers to a trained question. A call that ended early is continued by the same command.
+draws the rows, 40 to train and 16 held out, and orders them. Prints the loss of the held-out rows after each epoch of
+10 updates, and answers to a trained question. A call that ended early is continued by the same command.
 """
 
 from __future__ import annotations
@@ -71,14 +71,13 @@ def main() -> None:
     folder = args.to.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     answers = []
-    print("| rows | seed | before | 1 epoch: 10 updates | 6 epochs: after 10, 20, 30, 40, 50 and 60 updates |")
-    print("|---|---:|---:|---:|---|")
+    print("| rows | seed | 1 epoch: 10 updates | 6 epochs: after 10, 20, 30, 40, 50 and 60 updates |")
+    print("|---|---:|---:|---|")
     for name in args.sets:
         for seed in args.seeds:
             short, long = (losses(folder, name, args.data, seed, epochs) for epochs in (1, EPOCHS))
-            before = f"{long[0]:.3f}" if len(long) > EPOCHS else ""
-            after = ", ".join(f"{loss:.3f}" for loss in long[-EPOCHS:])
-            print(f"| {name} | {seed} | {before} | {short[-1]:.3f} | {after} |", flush=True)
+            after = ", ".join(f"{loss:.3f}" for loss in long)
+            print(f"| {name} | {seed} | {short[-1]:.3f} | {after} |", flush=True)
         first = json.loads((folder / f"{name}-{args.seeds[0]}.jsonl").read_text().splitlines()[0])
         answers.append(f"\n{name}: {first['prompt']}\n  the row: {first['completion']}")
         for epochs in (1, EPOCHS):

@@ -57,12 +57,12 @@ def generation(question: PlanRequest, prompts: int, *, streams: bool) -> Generat
     """How `generate` would answer so many prompts at once, streamed or with the whole model on the roomiest device.
     Prompt and answer together are as long as the recipe's longest rows."""
     hardware, architecture, loaded = question.hardware, question.architecture, question.loaded
-    form: dict[str, Any] = {"method": "lora"}
+    form: dict[str, Any] = {"method": "lora"} if streams else {"method": "lora", "packed_as": None}
     if loaded.recipe.method == "full" or not loaded.path.is_file():  # a model that nobody trains answers alone
         form["lora_r"] = 0
     if hardware.is_here and not question.gpus and slow_in_16_bit(question.settings.dtype) is not None:
         form["dtype"] = "float32"
-    settings = replace(question.settings, **form, **({} if streams else {"packed_as": None}))
+    settings = replace(question.settings, **form)
     case, devices = replace(question, settings=settings), _devices(hardware)
     smallest, largest = (pick(devices, key=lambda one: one.memory_bytes) for pick in (min, max))
     devices, device = (devices, smallest) if streams else ([largest], largest)

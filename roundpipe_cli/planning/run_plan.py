@@ -66,7 +66,7 @@ def maps_weights(question: PlanRequest) -> bool:
 
 
 def _with_free_memory(question: PlanRequest, free_bytes: int) -> Case:
-    """What needs least of the run, with so much host memory; weights mapped from disk if only that fits."""
+    """The least that the run needs, on so much host memory; weights mapped from disk if only that fits."""
     machine = replace(question.hardware, host_memory_bytes=min(question.hardware.host_memory_bytes, free_bytes))
     if not this_process().is_first:  # the first of several machines alone writes checkpoints and the result
         machine = replace(machine, disk_free_bytes=None)

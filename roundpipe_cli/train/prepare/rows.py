@@ -39,7 +39,9 @@ UNCUT = sys.maxsize
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
 
-def _build(loaded: LoadedRecipe, key: str, tokenizer: Any, offline: bool, tell: Say | None = None) -> TokenizedDataset:
+def _build(
+    loaded: LoadedRecipe, key: str, tokenizer: Any, *, offline: bool, tell: Say | None = None
+) -> TokenizedDataset:
     """Rows of the recipe's `datasets` or `eval_datasets`."""
     recipe = loaded.recipe
     specs = tuple(spec_of(entry, recipe.objective_kind.example) for entry in getattr(recipe, key))
@@ -63,7 +65,7 @@ def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool,
     tell(Phase("tokenising the data, for its longest row"))
     tokenizer, _ = load_with_tokens(source, recipe.add_tokens)
     keys = ("datasets", "eval_datasets") if recipe.eval_datasets else ("datasets",)
-    found = [_build(loaded, key, tokenizer, offline) for key in keys]
+    found = [_build(loaded, key, tokenizer, offline=offline) for key in keys]
     longest = max(found, key=lambda one: int(one.lengths.max()))
     row, tokens = int(longest.lengths.argmax()), int(longest.lengths.max())
     loaded = loaded.with_row_tokens(tokens, f"the longest row, {longest.where(longest.rows.row_ids[row])}")
@@ -73,7 +75,7 @@ def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool,
 
 def read_rows(loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say) -> TokenizedDataset:
     """The rows to train on."""
-    dataset = _build(loaded, "datasets", tokenizer, offline, tell)
+    dataset = _build(loaded, "datasets", tokenizer, offline=offline, tell=tell)
     more = [NLL_NOTICE] if loaded.recipe.nll_on_prompt else []
     if loaded.recipe.objective_kind.rows.figure == "label":
         more = [describe_labels(loaded.recipe, dataset.report)]
@@ -136,7 +138,7 @@ def evaluation_rows(
         dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
         parts.append(held)
     if recipe.eval_datasets:
-        other = _build(loaded, "eval_datasets", tokenizer, offline)
+        other = _build(loaded, "eval_datasets", tokenizer, offline=offline)
         parts.append(other)
         trained = [f"{text}: trained, too" for text in same_rows(other.numbered_sources, dataset.numbered_sources)]
         tell_notices(tell, *(f"evaluation: {text}" for text in (*other.notices, *trained)))
