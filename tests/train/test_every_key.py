@@ -62,7 +62,7 @@ def plan_of(*overrides: str) -> Any:
 
 def data_of(*overrides: str) -> Any:
     loaded = load_recipe("recipe.yaml", overrides)
-    found = asdict(data_settings(loaded, True, loaded.recipe.datasets))
+    found = asdict(data_settings(loaded, True, "datasets"))
     (dataset,) = found.pop("datasets")
     return found | dataset
 

@@ -39,17 +39,21 @@ UNCUT = sys.maxsize
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 
 
-def _build(
-    loaded: LoadedRecipe, key: str, tokenizer: Any, *, offline: bool, tell: Say | None = None
-) -> TokenizedDataset:
-    """Rows of the recipe's `datasets` or `eval_datasets`."""
+def data_settings(loaded: LoadedRecipe, offline: bool, key: str) -> DataSettings:
+    """The recipe's data keys in the data room's terms; `key`: `datasets`, or `eval_datasets`, those to evaluate on."""
     recipe = loaded.recipe
     specs = tuple(spec_of(entry, recipe.objective_kind.example) for entry in getattr(recipe, key))
     is_whole = recipe.max_seq_length == "auto" or loaded.length_note is not None  # the same tokens in the cache
     own: dict[str, Any] = {"datasets": specs, "folder": loaded.folder, "offline": offline}
     own[LENGTH_KEY] = UNCUT if is_whole else recipe.row_tokens
+    return DataSettings(**same_named(DataSettings, recipe) | own)
+
+
+def _build(
+    loaded: LoadedRecipe, key: str, tokenizer: Any, *, offline: bool, tell: Say | None = None
+) -> TokenizedDataset:
     with errors_of(key):
-        return build_dataset(DataSettings(**same_named(DataSettings, recipe) | own), tokenizer, tell)
+        return build_dataset(data_settings(loaded, offline, key), tokenizer, tell)
 
 
 def with_row_length(loaded: LoadedRecipe, source: ModelSource, *, offline: bool, tell: Tell) -> LoadedRecipe:
