@@ -479,7 +479,7 @@ def decide(question: PlanRequest) -> tuple[PlanRequest, StageCut, Verdict, Simul
     question, kept = with_auto_cache(question, verdict)
     if kept is not None:
         verdict = _judged(question, cut)
-    step = _known_step(question, cut)
+    step = known_step(question, cut)
     # Of two ways that send every stage to several workers, the one that does so once.
     gain = 0.0 if cut.dealing is not None and cut.dealing.splits_stages else MIN_GAIN
     resident = _resident(whole, step.step_s * (1 - gain) if verdict.fits else math.inf)
@@ -505,7 +505,7 @@ def _resident(
     if found is None:
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
-    step = _known_step(question, cut)
+    step = known_step(question, cut)
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s else None
 
 
@@ -527,7 +527,8 @@ def _known_cut(question: PlanRequest) -> StageCut:
     return answered(question.answers, ("stages", _figures(question)), lambda: _cut(question), StageCut)
 
 
-def _known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
+def known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
+    """One step as `simulate_step` has it, remembered."""
     asked = "step", _figures(question), cut
     return answered(question.answers, asked, lambda: simulate_step(question, cut), SimulatedStep)
 
@@ -561,7 +562,7 @@ def _cut(question: PlanRequest) -> StageCut:
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
         return _coarser(question, cut)
     fits, whole = keeps(cut), replace(cut, microbatches_per_round=settings.num_microbatches)
-    if fits and (keeps(whole) or _known_step(question, cut).bubble_ratio < 2 * MIN_GAIN):
+    if fits and (keeps(whole) or known_step(question, cut).bubble_ratio < 2 * MIN_GAIN):
         return cut
     least = (cut.microbatches_per_round or 0) + 1 if fits else 0
     return deal_out(_coarser(question, cut, least_round=least), case, keeps)
@@ -592,7 +593,7 @@ def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> S
             verdict = _judged(question, one)
             steps[one] = math.inf
             if verdict.fits:
-                steps[one] = _known_step(with_auto_cache(question, verdict)[0], one).step_s
+                steps[one] = known_step(with_auto_cache(question, verdict)[0], one).step_s
         return steps[one]
 
     def even(shape: tuple[int, ...]) -> StageCut:

@@ -31,7 +31,7 @@ from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.admission import chunk_obstacle
 from roundpipe_cli.planning.chunk_count import CHUNKS_KEY, chunk_counts
-from roundpipe_cli.planning.predict import Plan, best_plan, reference_s, simulate_step
+from roundpipe_cli.planning.predict import Plan, best_plan, known_step, reference_s
 from roundpipe_cli.planning.question import (
     PlanRequest,
     ask,
@@ -167,7 +167,7 @@ def faster_in_float16_sums(plan: Plan) -> tuple[Change, ...]:
     if not (is_16_bit and is_apt and known) or architecture.model_type.startswith("gemma"):
         return ()
     asked = replace(question, settings=other, costs=analytic_costs(architecture, other, hardware))
-    speed = question.tokens_per_step / (simulate_step(asked, plan.cut).step_s + reference_s(asked, plan.cut))
+    speed = question.tokens_per_step / (known_step(asked, plan.cut).step_s + reference_s(asked, plan.cut))
     keys = ("dtype=float16",) if question.loaded.recipe.dtype != "float16" else ()
     change = Change((*keys, "float16_accumulation=true"), FLOAT16_SUMS, 1.5, tokens_per_s=speed, word="FITS")
     return (change,) if speed >= WORTH * plan.tokens_per_s else ()
