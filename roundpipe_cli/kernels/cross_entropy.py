@@ -39,9 +39,9 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     large, and SmolLM2's gradients 4e-5 off, for its words' embeddings have much in common. Sums in a tree are not.
     """
     values = logits.float()
-    below = values - values.amax(dim=-1, keepdim=True)  # from the largest: large logits lose nothing
-    few = 4 if values.device.type == "cpu" else max(1, len(values))  # temporaries that stay in the processor's cache
-    for rows in below.split(few):
+    largest = values.amax(dim=-1, keepdim=True)  # from which large logits lose nothing
+    below = values - largest if values is logits else values.sub_(largest)
+    for rows in below.split(4 if below.device.type == "cpu" else 128):  # small temporaries, in a processor's cache
         rows.sub_(rows.exp().sum(dim=-1, keepdim=True).log_())
     return below
 
