@@ -28,6 +28,7 @@ from roundpipe_cli.model.stored import tensors
 from roundpipe_cli.model.stored.tensors import base_name
 from roundpipe_cli.model.weights_io import load_weights
 from tests.model.test_multimodal import multimodal
+from tests.support.os_calls import status_bytes
 from tests.support.tiny import make_store, tiny_config
 
 INDEX = "model.safetensors.index.json"
@@ -376,11 +377,6 @@ def test_a_file_is_not_opened_for_every_weight(
     check_equal(store, model)
     assert 1 <= len(opened) <= most < len(list(model.parameters()))
     assert (len(opened) > 1) == (max_bytes == 50_000)
-
-
-def status_bytes(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
-    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux' /proc")

@@ -6,7 +6,6 @@ import contextlib
 import operator
 import re
 import resource
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -22,6 +21,7 @@ from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, make_rule,
 from roundpipe_cli.train.optim.updater import Updater
 from tests.support.e2e import forked
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
+from tests.support.os_calls import status_bytes
 from tests.support.tiny import Rig, make_rig
 
 NUM_STEPS = 6
@@ -117,11 +117,6 @@ def test_sixteen_bit_weights_are_the_rounded_masters() -> None:
         assert torch.equal(rig.store.views[name], rig.store.master(name).to(torch.bfloat16)), name
 
 
-def status_bytes(name: str) -> int:
-    """A line of this process's status."""
-    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
-
-
 def cost_of_an_update(name: OptimizerName, count: int) -> tuple[int, int]:
     """By how many bytes updating so many elements raises this process's peak, after an update of less, and how many
     pages another such update faults in, at least."""
@@ -135,14 +130,14 @@ def cost_of_an_update(name: OptimizerName, count: int) -> tuple[int, int]:
         rule = make_rule(name, momentum=0.9)
         shape = torch.Size([count] if rule.is_flat else [count // 1000, 1000])
         state = {key: torch.zeros_like(like) for key, like in rule.make_state(shape).items()}
-        values, before, faults = torch.ones(shape), status_bytes("VmHWM:"), [faults_so_far()]
+        values, before, faults = torch.ones(shape), status_bytes("VmHWM"), [faults_so_far()]
         for number in range(1, 5):
             for start in range(0, len(values), 2**20):
                 part = slice(start, start + 2**20)
                 moments = {key: one[part] for key, one in state.items()} if rule.is_flat else state
                 rule.update(values[part], values[part], moments, 1e-3, number=number, salt=0)
             faults.append(faults_so_far())
-        return status_bytes("VmHWM:") - before, min(map(operator.sub, faults[2:], faults[1:]))
+        return status_bytes("VmHWM") - before, min(map(operator.sub, faults[2:], faults[1:]))
 
     update(100_000)
     return update(count)
@@ -191,7 +186,7 @@ def bytes_per_parameter(dtype: torch.dtype, trains: bool, count: int) -> tuple[f
     """What this process holds more for so many parameters after two updates, and what the store says of itself."""
 
     def resident() -> int:
-        return status_bytes("RssAnon:") + status_bytes("RssShmem:")
+        return status_bytes("RssAnon") + status_bytes("RssShmem")
 
     with torch.device("meta"):
         layers = [torch.nn.Parameter(torch.empty(count // 6, dtype=dtype), requires_grad=trains) for _ in range(6)]

@@ -25,9 +25,9 @@ from roundpipe_cli.train.prepare import setup
 from roundpipe_cli.train.result import generate
 from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, answer_prompts, continued, load_result
 from roundpipe_cli.train.streamed import opened_model
-from tests.model.test_weights_io import status_bytes
 from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, write_recipe
+from tests.support.os_calls import status_bytes
 from tests.support.tiny import make_rig, tiny_config
 
 PROMPTS = [Prompt("Say x1: ", max_new_tokens=5), Prompt("Say something else, and longer: ", max_new_tokens=5)]
