@@ -1,11 +1,13 @@
 """What the engine costs the host per layer call and per layer upload: one table, in microseconds of processor time.
 
     python scripts/host_cost.py [--steps 32] [--hidden 64]
+    PYTHONPATH=../other python scripts/host_cost.py       the same of another checkout's package
 
 Tensors are tiny, so that only Python and dispatch count; a thread's processor time is taken, not the clock's, so that
 other programs disturb less. A call is compared with the same block called directly with the same arguments: `adds` is
 what the engine's own call of it takes more, `whole` is from the start of an operation in the worker's thread to the
-start of the next one, all that the thread does. An upload is the copying thread's whole time and that of binding the
+start of the next one, all that the thread does; `operators` are those that a call hands to torch, views among them.
+Blocks compute by fused operators, as in a run. An upload is the copying thread's whole time and that of binding the
 modules to what it brought, per transfer.
 """
 
@@ -24,8 +26,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind the checkout that is to be measured
 
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import stage_layers
@@ -86,6 +89,16 @@ def bound_block(rig: Rig, tokens: int) -> tuple[WorkerModel, BlockCall, torch.Te
     return model, call, torch.randn(1, tokens, rig.skeleton.config.hidden_size)
 
 
+class Operators(TorchDispatchMode):
+    """Counts what is handed to torch in this thread."""
+
+    num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_seen += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Paired:
     """In place of a runner's `run`: the same block is also called directly, right before or right after.
 
@@ -100,7 +113,9 @@ class Paired:
         self._gradient = torch.randn_like(self._hidden)
         self._row = [0.0, 0.0, 0.0]
         self._left_ns = 0
-        self.direct_first = False
+        self.direct_first = self.counts_operators = False
+        self.operators: dict[str, list[int]] = defaultdict(list)
+        """Of forwards, recomputes and backwards of a block, by the first letter, in steps that count them."""
         self.rows: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)
         """By ("F" or "R+B", `direct_first`): microseconds of the direct call, the engine's own and the whole."""
 
@@ -109,6 +124,12 @@ class Paired:
         layer = stage_layers(context.program.schedule, op)[1]
         # Block 0 is left out: the embedding is in its stage. So is the last, which is in the head's.
         counts = 1 < layer < self._num_layers - 2
+        if self.counts_operators:
+            with Operators() as seen:
+                self._run(context, op)
+            if counts:
+                self.operators[op.kind.name[0]].append(seen.num_seen)
+            return
         direct = 0.0
         if counts and op.kind is not Kind.BACKWARD and self.direct_first:
             direct = self._call(context, op, layer)
@@ -134,7 +155,7 @@ def through_engine(rig: Rig, steps: int) -> dict[str, list[float]]:
     """Per call of a block, for "F" (forward) and "R+B" (recompute and backward) in an engine with one worker.
 
     The same block, called directly; the engine's operation alone; what it takes more; what all that the worker's
-    thread does from its start to the start of the next takes more.
+    thread does from its start to the start of the next takes more; operators.
     """
     schedule = profile_schedule(rig.num_layers, 1, NUM_MICROBATCHES)
     microbatches = random_microbatches([(1, TOKENS)] * NUM_MICROBATCHES)
@@ -147,8 +168,12 @@ def through_engine(rig: Rig, steps: int) -> dict[str, list[float]]:
                 paired.rows.clear()
             paired.direct_first = step % 2 == 1
             engine.run_step(microbatches, schedule, step=step)
+        paired.counts_operators = True
+        engine.run_step(microbatches, schedule, step=step + 1)
     orders = {name: [medians(paired.rows[name, first]) for first in (False, True)] for name in ("F", "R+B")}
-    return {name: [statistics.mean(pair) for pair in zip(*both, strict=True)] for name, both in orders.items()}
+    found = {name: [statistics.mean(pair) for pair in zip(*both, strict=True)] for name, both in orders.items()}
+    operators = {kind: statistics.median(one) for kind, one in paired.operators.items()}
+    return {name: [*found[name], sum(operators[kind] for kind in name.split("+"))] for name in found}
 
 
 def medians(rows: list[list[float]]) -> list[float]:
@@ -225,22 +250,22 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| per call, microseconds of processor time | direct | engine | adds | whole: adds |")
-    print("|---|---:|---:|---:|---:|")
+    print("| per call, microseconds of processor time | direct | engine | adds | whole: adds | operators |")
+    print("|---|---:|---:|---:|---:|---:|")
     for method in ("lora", "full"):
-        rig = make_rig("llama", method, hidden_size=arguments.hidden, num_hidden_layers=6)
+        rig = make_rig("llama", method, kernels="auto", hidden_size=arguments.hidden, num_hidden_layers=6)
         found = through_engine(rig, arguments.steps)
         for name, key in (("forward", "F"), ("recompute and backward", "R+B")):
             print(f"| dense layer, {method}: {name} | " + " | ".join(f"{cell:.0f}" for cell in found[key]) + " |")
-        print(f"| dense layer, {method}: upload | | | {upload(rig, 32 * arguments.steps // 4):.0f} | |")
+        print(f"| dense layer, {method}: upload | | | {upload(rig, 32 * arguments.steps // 4):.0f} | | |")
     forward, both, up = experts(arguments.hidden, 4 * arguments.steps)
-    print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward | {forward:.0f} | | | |")
-    print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward and backward | {both:.0f} | | | |")
-    print(f"| {EXPERTS} experts, LoRA: upload | | | {up:.0f} | |")
+    print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward | {forward:.0f} | | | | |")
+    print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward and backward | {both:.0f} | | | | |")
+    print(f"| {EXPERTS} experts, LoRA: upload | | | {up:.0f} | | |")
     with mock.patch.object(worker_model, "isolate_expert_adapters", lambda model: None):
         theirs, theirs_both, _ = experts(arguments.hidden, 4 * arguments.steps)
-    print(f"| the same by PEFT as shipped: forward | {theirs:.0f} | | | |")
-    print(f"| the same by PEFT as shipped: forward and backward | {theirs_both:.0f} | | | |")
+    print(f"| the same by PEFT as shipped: forward | {theirs:.0f} | | | | |")
+    print(f"| the same by PEFT as shipped: forward and backward | {theirs_both:.0f} | | | | |")
 
 
 if __name__ == "__main__":
