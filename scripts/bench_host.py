@@ -60,8 +60,8 @@ def arithmetic(num_elements: int, num_threads: int) -> Iterator[tuple[str, float
     from roundpipe_cli.choices import OptimizerName
     from roundpipe_cli.engine.dispatch.progress import Progress
     from roundpipe_cli.engine.gradients import GradientFold, square_sum
-    from roundpipe_cli.engine.host_memory import settle_heap
     from roundpipe_cli.engine.weights import WeightStore
+    from roundpipe_cli.heap import settle_heap
     from roundpipe_cli.model.layout import make_layout
     from roundpipe_cli.train.optim.optimizer import HostOptimizer, make_rule
 

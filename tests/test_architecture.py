@@ -25,7 +25,7 @@ DOOR = PACKAGE / "__init__.py"
 TRAIN = {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"}
 LEAVES = {
     *("cache", "choices", "library_settings", "errors", "events", "faults", "files", "library_names", "limited"),
-    *("packages", "regular_files", "sizes", "torchrun", "units", "watchdog"),
+    *("heap", "packages", "regular_files", "sizes", "torchrun", "units", "watchdog"),
 }
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | costs <- schedule <- planning;   costs, kernels <- model;

@@ -16,7 +16,7 @@ MAX_LINES = 800
 MAX_PARAMETERS, MAX_POSITIONAL = 10, 4
 UNPACKED = {"within_limits", "prove_once", "screen", "help_screen"}
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
-MOST_LINES, SLACK = 66_320, 0.02
+MOST_LINES, SLACK = 66_345, 0.02
 """The package without `__init__.py`. Who needs more than the slack moves the number and says in the commit for what."""
 MOST_FILES_OF_SEVERAL_STORIES, PART_LINES = 4, 40
 """Files with parts of so many lines that never refer to each other."""

@@ -14,6 +14,7 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.files import write_named
+from roundpipe_cli.heap import keep_heap
 from roundpipe_cli.planning.answers import Answers, answered
 from roundpipe_cli.planning.choose import Effort, choose
 from roundpipe_cli.planning.compare import (
@@ -113,6 +114,7 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Print the figures of the schedules, and draw them."""
+    keep_heap()
     question, request = _question(recipe, overrides, costs, hardware, flags=flags)
     check_case(question)
     answers, unfit = (request.answers if request else None) or Answers(), set[str]()

@@ -27,6 +27,7 @@ from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, RoundpipeError
+from roundpipe_cli.heap import keep_heap
 from roundpipe_cli.model.files.quantization import describe_repacking
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fitting_recipe import fitting_recipe
@@ -364,6 +365,7 @@ def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tup
     Raises:
         RefusedError: it does not fit, with what fits.
     """
+    keep_heap()
     question = ask(loaded, machine, answers=Answers())
     plan = best_plan(question)[1]
     summary, found = summary_of(plan), remedies(plan)

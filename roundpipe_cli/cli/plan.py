@@ -14,6 +14,7 @@ import typer
 from roundpipe_cli.cli.output import VERDICTS, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.heap import keep_heap
 from roundpipe_cli.units import aligned, counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     say(f"planning {recipe} ...")
+    keep_heap()
     from roundpipe_cli.planning.generation import generation_document, generation_lines
     from roundpipe_cli.planning.predict import priced
     from roundpipe_cli.planning.solve import solve as solve_plan

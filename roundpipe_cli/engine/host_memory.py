@@ -1,4 +1,4 @@
-"""The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them; one heap.
+"""The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them.
 
 Buffers are private to this process. A forked child does not get them: its parent, which writes them on, would be
 given copies of their pages, and lose those that are page-locked.
@@ -16,8 +16,7 @@ import os
 import platform
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,15 +31,6 @@ MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call by machine."""
 INTERLEAVE = 3
 """MPOL_INTERLEAVE: pages on all nodes in turn."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Settings in glibc's malloc.h."""
-OUTSIDE_HEAP_BYTES = 4 * 1024**2
-"""Tensors from here on, such as logits, have pages of their own."""
-KEPT_HEAP_BYTES = 64 * 1024**2
-"""The heap's unused end is kept up to this size during a step. By default glibc gives back 128 KiB, and a temporary
-that lies there gets pages that the system must clear, each time."""
-TIME_SHARE = 0.01
-"""Largest share of a run's time for giving memory back."""
 
 
 @functools.cache
@@ -99,48 +89,6 @@ def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(INTERLEAVE), words)
     most = ctypes.c_ulong(64 * len(words) + 1)
     return bool(call(ctypes.c_long(number), *arguments, most, ctypes.c_uint(0)) == 0)
-
-
-def settle_heap() -> None:
-    """Let all threads that start from here on allocate from one heap, and large tensors outside it, unless the user
-    set how.
-
-    By default glibc gives each new thread a heap of its own and keeps there what the thread frees, so a run on the
-    processor grew to a seventh more than `plan` counts, and went on growing. Tensors of up to 32 MB come to lie between
-    small ones, where they leave holes (scripts/MEASUREMENTS.md).
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    for setting, value, variable, name in (
-        (M_ARENA_MAX, 1, "MALLOC_ARENA_MAX", "arena_max"),
-        (M_MMAP_THRESHOLD, OUTSIDE_HEAP_BYTES, "MALLOC_MMAP_THRESHOLD_", "mmap_threshold"),
-        (M_TRIM_THRESHOLD, KEPT_HEAP_BYTES, "MALLOC_TRIM_THRESHOLD_", "trim_threshold"),
-    ):
-        if variable not in os.environ and name not in tunables:
-            with suppress(AttributeError, OSError):  # another C library
-                ctypes.CDLL(None).mallopt(ctypes.c_int(setting), ctypes.c_int(value))
-
-
-class UnusedHeap:
-    """Memory of the heap that nothing uses, between steps.
-
-    glibc keeps what a step freed wherever something else lies above it. Where workers compute on the processor this
-    grew from step to step; given back after each, it is as large as one step needs (scripts/MEASUREMENTS.md).
-    """
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        self._trim: Callable[[ctypes.c_size_t], int] | None = None
-        with suppress(AttributeError, OSError):  # another C library
-            self._trim = ctypes.CDLL(None).malloc_trim
-
-    def give_back(self) -> None:
-        """Return whole unused pages to the system, unless that was done a moment ago."""
-        started_s = time.monotonic()
-        if self._trim is None or started_s < self._next_s:
-            return
-        self._trim(ctypes.c_size_t(0))
-        now_s = time.monotonic()
-        self._next_s = now_s + (now_s - started_s) / TIME_SHARE
 
 
 def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:

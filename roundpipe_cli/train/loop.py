@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from roundpipe_cli.engine.host_memory import UnusedHeap
 from roundpipe_cli.errors import StoppedError, redact_values
 from roundpipe_cli.events import (
     EVAL_NAME,
@@ -24,6 +23,7 @@ from roundpipe_cli.events import (
     Tell,
     run_clock,
 )
+from roundpipe_cli.heap import UnusedHeap
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine

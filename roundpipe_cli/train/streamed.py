@@ -18,11 +18,11 @@ from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S
 from roundpipe_cli.costs.machine import cpu_devices, host_memory, slow_in_16_bit, this_machine
 from roundpipe_cli.costs.nvidia_smi import visible_gpus
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.host_memory import UnusedHeap, settle_heap
 from roundpipe_cli.engine.streaming import StreamedModel
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell, tell_notices
+from roundpipe_cli.heap import UnusedHeap, settle_heap
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, trained_tokens
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config

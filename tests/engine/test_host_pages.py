@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli import heap as heap_module
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
@@ -28,6 +29,7 @@ from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, StepGradients, add_
 from roundpipe_cli.engine.host_memory import mapped_buffers
 from roundpipe_cli.errors import InternalError, RefusedError
 from roundpipe_cli.events import Event
+from roundpipe_cli.heap import UnusedHeap
 from roundpipe_cli.model.block_calls import Prologue
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
@@ -157,7 +159,7 @@ def test_doctor_says_what_it_found(
 
 HEAP_PROGRAM = """
 import ctypes, threading, torch
-from roundpipe_cli.engine.host_memory import UnusedHeap, settle_heap
+from roundpipe_cli.heap import UnusedHeap, settle_heap
 
 settle_heap()
 for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)
@@ -201,11 +203,31 @@ def test_threads_share_one_heap_and_large_tensors_lie_outside_it_unless_the_user
     assert heap_of(**SET_BY_THE_USER)[1:] == (True, False)
 
 
+NEW_PAGES = """
+import resource, sys, numpy
+from roundpipe_cli.heap import keep_heap
+
+if sys.argv[1:]: keep_heap()
+def work(): one, two = numpy.ones(400_000), numpy.ones(400_000); return one + two
+for _ in range(3): work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10): work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_process_that_plans_keeps_the_pages_of_its_temporaries() -> None:
+    words = [sys.executable, "-c", NEW_PAGES]
+    usual, kept = (int(subprocess.run([*words, *more], capture_output=True, check=True).stdout) for more in ([], ["-"]))
+    assert kept < 500 < usual
+
+
 def test_unused_heap_is_given_back_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Giving back takes at most a hundredth of the time."""
     now, trims = [0.0], []
-    monkeypatch.setattr(host_memory.time, "monotonic", lambda: now[0])
-    heap = host_memory.UnusedHeap()
+    monkeypatch.setattr(heap_module.time, "monotonic", lambda: now[0])
+    heap = UnusedHeap()
 
     def trim(pad: object) -> int:
         trims.append(now[0])

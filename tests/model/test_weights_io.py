@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from roundpipe_cli.engine.host_memory import UnusedHeap
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event
+from roundpipe_cli.heap import UnusedHeap
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.files.untrusted import check_model_folder
 from roundpipe_cli.model.load import build_skeleton, load_config

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
-from roundpipe_cli.engine.host_memory import settle_heap
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.heap import settle_heap
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, make_rule, undecayed_names

@@ -26,11 +26,11 @@ from roundpipe_cli.data.tokenized import (
     TokenizedDataset,
     choose_packing,
 )
-from roundpipe_cli.engine.host_memory import settle_heap
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ContradictionError, RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import disk_error, require_free_bytes
+from roundpipe_cli.heap import settle_heap
 from roundpipe_cli.model.attention import describe_slow_kernels, try_other_ends
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit, describe_repacking

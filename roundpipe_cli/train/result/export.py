@@ -21,11 +21,11 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from roundpipe_cli.engine.host_memory import settle_heap
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import require_free_bytes, shared_mode, sync, write_new_file
+from roundpipe_cli.heap import settle_heap
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
     BY_PEFT_HINT,
