@@ -113,9 +113,10 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
 
 
 def _rounds(question: PlanRequest, cut: StageCut) -> int:
-    """Microbatches after which a step repeats itself: a round's, or with bound stages one for each worker."""
-    binds = question.loaded.recipe.pipeline.binds_stages
-    return question.num_workers if binds else max(1, per_round_of(question, cut))
+    """Microbatches after which a step repeats itself, whole sequences: a round's, or with bound stages one for each
+    worker."""
+    binds, chunks = question.loaded.recipe.pipeline.binds_stages, question.settings.sequence_chunks
+    return math.ceil((question.num_workers if binds else per_round_of(question, cut)) / chunks) * chunks
 
 
 def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
