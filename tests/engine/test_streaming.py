@@ -98,10 +98,7 @@ def test_cards_answer_as_the_processor_does(model_type: str, packed_as: Any, lay
     expected = alone(rig.plain)
     with (
         simulated(lazy=True),
-        streaming(rig, backends_of((0, 1)), (NUM_SLOTS + 1) * largest * layers_kept) as (
-            model,
-            _,
-        ),
+        streaming(rig, backends_of((0, 1)), (NUM_SLOTS + 1) * largest * layers_kept) as (model, _),
     ):
         assert tokens_of(model) == expected
 

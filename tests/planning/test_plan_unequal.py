@@ -30,10 +30,7 @@ packing: false
 micro_batch_size: 1
 gradient_accumulation_steps: 12
 """
-FIGURES = {
-    **shipped_figures()["Qwen/Qwen3-0.6B"],
-    **{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 7},
-}
+FIGURES = {**shipped_figures()["Qwen/Qwen3-0.6B"], **{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 7}}
 """Of the widths of Qwen3-0.6B, and of so few layers that a search takes a moment."""
 
 
@@ -155,11 +152,7 @@ def test_machines_of_equal_memory_are_not_planned_before_a_run(
 
 
 def test_only_memory_that_differs_makes_smaller_machines(loaded: LoadedRecipe) -> None:
-    counts = {
-        "4x3090+2x4090": [],
-        "2x3090+4060ti": [2],
-        "2x4060ti+3090+2xcustom:memory_gib=48:acc32_tflops=70": [3, 2],
-    }
+    counts = {"4x3090+2x4090": [], "2x3090+4060ti": [2], "2x4060ti+3090+2xcustom:memory_gib=48:acc32_tflops=70": [3, 2]}
     for words, expected in counts.items():
         found = [fewer.num_workers for fewer in without_small_cards(ask(loaded, words))]
         assert found == expected

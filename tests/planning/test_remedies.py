@@ -48,12 +48,7 @@ PAIRS = {
         (S, FOUR),
         (S, EIGHT),
     ),
-    "Qwen/Qwen3-235B-A22B": (
-        (S, FOUR),
-        (S, FOUR),
-        (S, FOUR),
-        (S, FOUR),
-    ),
+    "Qwen/Qwen3-235B-A22B": ((S, FOUR), (S, FOUR), (S, FOUR), (S, FOUR)),
 }
 """Model -> for each machine `plan`'s verdict on LoRA in 16 bit, and its first remedy."""
 ASKED = {

@@ -29,16 +29,7 @@ from roundpipe_cli.schedule.program import (
     lower,
 )
 from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
-from roundpipe_cli.schedule.timeline import (
-    DOWN,
-    HOST,
-    UP,
-    Timeline,
-    bubble,
-    compute_rows,
-    makespan_s,
-    utilization,
-)
+from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, bubble, compute_rows, makespan_s, utilization
 from tests.support.schedules import dealt
 
 

@@ -16,14 +16,7 @@ from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import load_weights
-from tests.support.every_type import (
-    GENERIC,
-    MAX_PARAMETERS,
-    OF_TYPE,
-    TINY_VISION,
-    NoTinyConfigError,
-    tiny_config_of,
-)
+from tests.support.every_type import GENERIC, MAX_PARAMETERS, OF_TYPE, TINY_VISION, NoTinyConfigError, tiny_config_of
 from tests.support.tiny import Rig, make_store, schedule_for
 
 TOWER: dict[str, Any] = {
