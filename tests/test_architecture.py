@@ -94,8 +94,7 @@ def place(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
-OLD_TYPER = "ignore:'click.utils.:DeprecationWarning"
-"""typer 0.22 imports names that the newest click warns of."""
+OLD_TYPER = "ignore:'click.utils.:DeprecationWarning"  # typer 0.22 imports names that the newest click warns of
 
 
 def test_every_room_is_known() -> None:

@@ -52,8 +52,6 @@ def test_ways_of_packing_are_run_in_turn(tmp_path: Path, capsys: pytest.CaptureF
 
 
 # --- on emulated devices --------------------------------------------------------------------------------------------
-
-
 def words(path: Path, *flags: str, workers: int = 2, microbatches: int = 4) -> list[str]:
     return ["--costs", str(path), "--workers", str(workers), "--microbatches", str(microbatches), *flags]
 

@@ -22,8 +22,7 @@ from tests.cli.test_terminal_text import ROWS
 
 ROOT = Path(__file__).parents[1]
 ERRORS = {"BadRowError", "Problem", "RefusedError", "ResourceError", "unfit"}
-NUM_WORDS = 2
-"""Words in a row that name a refusal."""
+NUM_WORDS = 2  # words in a row that name a refusal
 
 
 def refusals() -> Iterator[tuple[str, list[str]]]:

@@ -322,8 +322,6 @@ def test_a_model_answers_on_the_gpu_that_has_most_room(free_gib: list[float], ex
 
 
 # --- a converter that is a program of others, uploads, and what `generate` is asked -----------------------------------
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [

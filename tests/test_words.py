@@ -26,8 +26,6 @@ RECIPE_COMMANDS = ["cp", "keys", "ls", "show", "validate"]
 
 
 # --- help -----------------------------------------------------------------------------------------------------------
-
-
 def test_help_has_an_example_and_imports_little() -> None:
     """Its time is that of its imports; modules count, as times depend on the machine. It took 2.6 times the processor
     time of `import typer, rich`: all commands were imported, and pydantic to convert options that were not given.
@@ -203,7 +201,6 @@ def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest
 
 
 # --- READMEs --------------------------------------------------------------------------------------------------------
-
 READMES = [
     *(ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")),
     ROOT / "scripts" / "MEASUREMENTS.md",

@@ -28,8 +28,7 @@ FAMILIES = {
 }
 """One model of each type that a recipe trains. The ledger sees the gated delta rule as plain PyTorch computes it, which
 `plan` says that it leaves out."""
-TOKENS = 1500
-"""Longer than Gemma's window, shorter than Mistral's and no multiple of anything."""
+TOKENS = 1500  # longer than Gemma's window, shorter than Mistral's and no multiple of anything
 
 
 @pytest.mark.skipif(not at_least("transformers", "5.18"), reason="before 5.18 rows of experts are masked by five more")

@@ -289,7 +289,6 @@ def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
 
 
 # --- by hand: Qwen3-32B, whose blocks have q, k, v, o, gate, up and down, two norms, and norms of q and k -------------
-
 HIDDEN, HEADS, KEYS, WIDE, VOCABULARY, BLOCKS = 5120, 64 * 128, 8 * 128, 25600, 151936, 64
 LINEARS = [(HIDDEN, HEADS), (HIDDEN, KEYS), (HIDDEN, KEYS), (HEADS, HIDDEN), *[(HIDDEN, WIDE)] * 2, (WIDE, HIDDEN)]
 BLOCK = sum(rows * columns for rows, columns in LINEARS) + 2 * HIDDEN + 2 * 128

@@ -70,8 +70,6 @@ def test_the_runs_clock_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------
-
-
 class Clock:
     now_s = 1000.0
 
@@ -163,8 +161,6 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Those of signals are afterwards as they were."""

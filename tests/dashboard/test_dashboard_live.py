@@ -190,8 +190,6 @@ def test_a_worker_that_fails_leaves_the_terminal_clean(screen: Screen) -> None:
 
 
 # --- without a terminal -----------------------------------------------------------------------------------------------
-
-
 def test_events_are_dropped_and_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
     """Nobody reads the queue: telling goes on at once, and what is dropped is counted."""
     live = LiveDashboard(Terminal(), Console(), time.time, {})

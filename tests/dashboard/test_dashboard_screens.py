@@ -234,8 +234,6 @@ def test_a_step_tells_of_devices_that_have_no_figures_of_their_own() -> None:
 
 
 # --- lanes and curves -------------------------------------------------------------------------------------------------
-
-
 def work(kind: str, start_s: float, end_s: float, lane: str = "compute") -> Span:
     return Span(0, lane, kind, 0, 0, start_s, end_s)
 
@@ -298,8 +296,6 @@ def test_a_long_curve_is_thinned_evenly() -> None:
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_measured_step_takes_the_place_of_what_was_seen_of_it() -> None:
     events = recorded_run(2, num_done=2)
     live = fold_all(events)

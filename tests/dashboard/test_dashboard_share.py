@@ -96,7 +96,6 @@ def test_demo_plans_a_recipe_and_writes_its_picture(tmp_path: Path, capsys: pyte
 
 
 # --- as a browser draws them, and as readers see them ---------------------------------------------------------------
-
 needs_chromium = pytest.mark.skipif(page_check.chromium() is None, reason="needs chromium")
 REPORT = {
     "predicted": {"step_s": 7.2, "tokens_per_s": 2300.0, "bubble_ratio": 0.05},

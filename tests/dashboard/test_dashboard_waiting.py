@@ -176,8 +176,6 @@ def test_help_says_why_the_worker_that_waited_most_waited() -> None:
 
 
 # --- plain lines ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_workers, is_worth_it", [(2, False), (8, True)])
 def test_a_wait_that_is_worth_it_is_one_line_with_a_remedy(
     num_workers: int, is_worth_it: bool, capsys: pytest.CaptureFixture[str]

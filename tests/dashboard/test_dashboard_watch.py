@@ -65,8 +65,6 @@ def steps(state: DashboardState) -> int:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
 def test_what_a_run_records(finished: Path) -> None:
     lines = read_lines(finished / "events.jsonl")
     told = [event for line in lines if (event := decode(line)) is not None]
@@ -161,8 +159,6 @@ def test_life(finished: Path, tmp_path: Path) -> None:
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_watch_prints_one_line_per_step(finished: Path) -> None:
     rows = [json.loads(line) for line in said("watch", str(finished), "--json")[0].splitlines()]
     assert [(row["step"], row["loss_hex"]) for row in rows] == [(r["step"], r["loss_hex"]) for r in metrics(finished)]
@@ -186,8 +182,6 @@ def test_a_page_and_a_picture_in_one_go(finished: Path, tmp_path: Path, monkeypa
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
 def test_figures_equal_those_of_the_trace(finished: Path) -> None:
     """Bubble ratio and utilization, within one point."""
     state = fold_all(RunFiles(finished).poll()[1])
@@ -217,8 +211,6 @@ def test_comparison_says_how_far_off() -> None:
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
-
-
 class Parsed(HTMLParser):
     """Tags and addresses of a page."""
 
@@ -269,7 +261,6 @@ def test_what_a_run_says_is_no_markup() -> None:
 
 
 # --- plain lines ------------------------------------------------------------------------------------------------------
-
 REWARDS = {"rewards_chosen": 0.8, "rewards_rejected": 0.1, "reward_margin": 0.7, "reward_accuracy": 0.875}
 
 

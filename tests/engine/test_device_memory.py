@@ -131,7 +131,6 @@ def test_an_error_that_a_lane_meets_ends_the_run_with_its_words() -> None:
 
 
 # --- activations that stay ------------------------------------------------------------------------------------------
-
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-lora-dropout": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),

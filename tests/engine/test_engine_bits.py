@@ -19,8 +19,7 @@ from roundpipe_cli.schedule.timeline import DOWN
 from tests.support.schedules import dealt
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
-SIZES = [(2, 12), (1, 7), (2, 9)]
-"""Three: of two, either may be added to the other."""
+SIZES = [(2, 12), (1, 7), (2, 9)]  # three: of two, either may be added to the other
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-lora-dropout-fused": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
@@ -121,8 +120,6 @@ def test_bound_schedules(case: tuple[Rig, Bits], name: str, num_workers: int, co
 
 
 # --- stages shared by workers: where their gradients are added up ---------------------------------------------------
-
-
 def test_a_frozen_head_that_is_shared_leaves_the_blocks_sums_on_the_devices() -> None:
     """Earlier, one stage that several workers shared sent every layer's gradients to the host."""
     rig = make_rig("llama", "lora")

@@ -258,7 +258,6 @@ def test_an_interrupt_in_the_caller_ends_the_workers(
 
 
 # --- eight emulated workers -----------------------------------------------------------------------------------------
-
 NUM_BLOCKS, MIB = 16, 1024**2
 BLOCK = LayerCost(
     "block", 1e-4, 2e-4, recompute=True, param_bytes=MIB, boundary_bytes=MIB, grad_bytes=MIB, optimizer_s=1e-4

@@ -21,8 +21,7 @@ from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options
 
 WORKERS, MICROBATCHES = 4, 8
-searched = functools.partial(choose, "roundpipe", effort="quick")
-"""As `plan` and a run search."""
+searched = functools.partial(choose, "roundpipe", effort="quick")  # as `plan` and a run search
 SPREAD = Options(head_workers=WORKERS)
 
 
@@ -50,8 +49,7 @@ def head_workers(schedule: Schedule) -> int:
 
 
 TRAINED = replace(costs(head_s=4.0, trained_head=True), host_bytes_per_s=100e9)
-ROOM_BYTES = WORKERS * 10**9
-"""Of the host, for a head's gradients of all workers that wait to be added up."""
+ROOM_BYTES = WORKERS * 10**9  # of the host, for a head's gradients of all workers that wait to be added up
 
 
 @pytest.mark.parametrize(

@@ -242,8 +242,6 @@ def test_unused_heap_is_given_back_rarely(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # -- gradient sums between steps --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("copies", [False, True])
 def test_sums_are_cleared_while_workers_compute(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step cleared the sums of all layers first, in the caller's thread: seconds for 8 billion parameters."""
@@ -378,8 +376,6 @@ def test_host_arithmetic_takes_no_fresh_pages(name: str) -> None:
 
 
 # -- weights mapped from a file: the same bits, nothing left behind, a plan that counts disk in place of memory -------
-
-
 def test_a_run_on_mapped_weights_gives_the_same_numbers(tmp_path: Path) -> None:
     folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), max_steps=2, **STAGES)
     finetune(folder).expect(0)

@@ -20,8 +20,7 @@ from tests.support.covering import swept
 from tests.support.tiny import ALIKE, EXTRA, Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
 SIZES = [(2, 12), (2, 12), (1, 7)]
-MAX_NORM = 0.05
-"""Below every gradient norm here, so that clipping always bites."""
+MAX_NORM = 0.05  # below every gradient norm here, so that clipping always bites
 LOSS_TOLERANCE = 1e-6
 WEIGHT_DECAY = 0.01
 LEARNING_RATE = 1e-3

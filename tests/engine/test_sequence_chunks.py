@@ -148,8 +148,6 @@ def test_a_gated_delta_rule_goes_on_where_the_chunk_before_ended(
 
 
 # --- packed rows -----------------------------------------------------------------------------------------------------
-
-
 def packed(microbatches: Sequence[Microbatch]) -> Microbatch:
     """One sequence of rows; the first token of each is nobody's target."""
     labels = [torch.cat([torch.full_like(one.labels[:, :1], -100), one.labels[:, 1:]], dim=1) for one in microbatches]
@@ -391,8 +389,6 @@ def test_schedules_that_chunks_do_not_suit_are_refused(name: str, stages: Any, m
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-
-
 STAGES = {"pipeline__forward_stages": [[0, 1], [2, 2]], "pipeline__backward_stages": [[3, 3], [2, 2], [0, 1]]}
 
 

@@ -45,8 +45,7 @@ RUNS = [
     for seeds in ((number % 2,), (1 - number % 2, 2, 3))
 ]
 """Cases and seeds: copies are put off with the odd ones. That accesses are ordered shows with any."""
-MAY_WAIT = ("MainThread", "optimizer")
-"""Threads that issue no work of a step."""
+MAY_WAIT = ("MainThread", "optimizer")  # threads that issue no work of a step
 
 
 @functools.cache
@@ -133,7 +132,6 @@ def test_one_card_listed_twice() -> None:
 
 
 # -- faults planted in the engine or its backend -----------------------------------------------------------------------
-
 IN_SUITE = (
     *("weights into a slot in use", "all visits in one slot", "an upload before its update"),
     *("a cache counted as filled too early", "sums up before the last visit's came down", "no record_stream"),

@@ -183,8 +183,6 @@ def test_plain_pytorch_loop(method: str, tmp_path: Path, models: dict[str, Path]
 
 
 # --- early updates --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model_type", "late", "copy"),
     [("llama", [0], False), ("gemma3_text", [4], True), ("gpt2", [0, 4], False), ("camembert", [0, 4], False)],
@@ -229,7 +227,6 @@ def test_an_early_update_is_left_out_from_a_gradient_that_is_not_finite(squares:
 
 
 # --- a step reads each layer as soon as the host has its version: nothing waits behind it, and no read is early ------
-
 SIZES = [(1, 6), (2, 5), (1, 4), (1, 7)]
 
 

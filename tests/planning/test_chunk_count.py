@@ -26,8 +26,7 @@ from roundpipe_cli.train.prepare.setup import _with_microbatches
 from scripts.sweep_plans import sweep
 from tests.support.covering import swept
 
-SERVER = "host_memory_gib=745"
-"""800 GB, as the published measurements had beside 8 RTX 4090."""
+SERVER = "host_memory_gib=745"  # 800 GB, as the published measurements had beside 8 RTX 4090
 PUBLISHED = {
     "Qwen/Qwen3-1.7B": ("full", 73),
     "Qwen/Qwen3-8B": ("full", 49),

@@ -207,8 +207,6 @@ def test_stages_that_are_too_large_to_be_even_are_made_more() -> None:
 
 
 # --- DPO -------------------------------------------------------------------------------------------------------------
-
-
 def planned(folder: Path, *words: str) -> Plan:
     (folder / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     (folder / "recipe.yaml").write_text(RECIPE)

@@ -32,8 +32,7 @@ FIGURES = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128},
 }
-UNTAUGHT = "ernie4_5_moe"
-"""A type that trains, and whose parameters `plan` does not count right."""
+UNTAUGHT = "ernie4_5_moe"  # a type that trains, and whose parameters `plan` does not count right
 MIDDLE = {
     **{"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512},
@@ -173,8 +172,6 @@ def test_hybrid_models_of_attention_alone_may_be_packed() -> None:
 
 
 # --- parameter counts -----------------------------------------------------------------------------------------------
-
-
 def test_types_that_plan_was_taught_are_counted_right() -> None:
     """Against transformers' own modules on the meta device, in a shape that is no model's own."""
     from accelerate import init_empty_weights

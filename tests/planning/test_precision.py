@@ -33,8 +33,7 @@ MACHINES = (
     *("2x3060,host_memory_gib=48", "2x3090,host_memory_gib=64", "4x3090,host_memory_gib=128"),
     "4x4090,host_memory_gib=128",
 )
-PRECISIONS = ("", "load_in_8bit=true", "load_in_fp8=true", "load_in_4bit=true")
-"""The least change of weights first."""
+PRECISIONS = ("", "load_in_8bit=true", "load_in_fp8=true", "load_in_4bit=true")  # the least change of weights first
 ASKED = {
     ("Qwen/Qwen3-4B", "1x4060,host_memory_gib=16"): "",
     ("Qwen/Qwen3-4B", "1x3060,host_memory_gib=32"): "load_in_4bit=true",  # which stays on the card: 6 % faster than 8

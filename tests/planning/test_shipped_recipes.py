@@ -153,8 +153,6 @@ def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.Monkey
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

@@ -21,8 +21,7 @@ from roundpipe_cli.schedule.timeline import busy_s, makespan_s
 from tests.support.covering import swept
 
 BLOCKS, MICROBATCHES = 6, 12
-searched = functools.partial(choose, "roundpipe", effort="quick")
-"""As `plan` and a run search."""
+searched = functools.partial(choose, "roundpipe", effort="quick")  # as `plan` and a run search
 
 
 def costs(blocks: int = BLOCKS, speeds: tuple[float, ...] | None = None, *, link: float = 1e15) -> CostModel:
@@ -39,8 +38,7 @@ class Machine:
     def __init__(self, speeds: tuple[float, ...], noise: float = 0.0, seed: int = 0) -> None:
         self.costs = costs(speeds=speeds)
         self.noise, self.rng = noise, random.Random(seed)
-        self.slow_steps: dict[int, float] = {}
-        """Step -> by what its worker 1 is slowed down."""
+        self.slow_steps: dict[int, float] = {}  # step -> by what its worker 1 is slowed down
         self.steps = 0
 
     def step(self, planner: AdaptivePlanner) -> StepResult:

@@ -258,7 +258,6 @@ def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_mi
 
 
 # --- the published accounting: against the published figures, and by hand ---------------------------------------------
-
 FIGURES = Path(__file__).resolve().parents[1] / "facts" / "published_schedules.json"
 CASES = [
     (model, schedule)
@@ -345,8 +344,6 @@ def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
 
 
 # --- pictures of one small timeline -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def timeline() -> Timeline:
     """Two blocks and a head: F 1, R 1, B 2, head F 1 B 2; weights take 0.5 per layer to upload."""

@@ -14,10 +14,8 @@ class Example:
 
     tool: str
     text: str
-    expected: dict[str, object]
-    """Dotted recipe key -> value."""
-    left_out: list[str]
-    """Keys that must be listed, exactly these."""
+    expected: dict[str, object]  # dotted recipe key -> value
+    left_out: list[str]  # keys that must be listed, exactly these
     num_gpus: int = 1
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-Case = Mapping[str, int]
-"""Parameter's name -> which value it has."""
+Case = Mapping[str, int]  # parameter's name -> which value it has
 
 
 def covering(cases: Sequence[Case], strength: int) -> set[int]:

@@ -51,8 +51,6 @@ STAGES_OF_TWO = {"pipeline__forward_stages": [[0, 1]], "pipeline__backward_stage
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
-
-
 def untied_and_tied(folder: Path) -> dict[str, Path]:
     """Models of two blocks, one with its head and embedding tied."""
     return {
@@ -150,14 +148,11 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 # --- running it -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a finished command left behind."""
 
-    code: int
-    """Exit code; -N if signal N ended it."""
+    code: int  # exit code; -N if signal N ended it
     out: str
     err: str
     seconds: float = 0.0
@@ -317,8 +312,6 @@ def _read(path: Path) -> str:
 
 
 # --- what it wrote --------------------------------------------------------------------------------------------------
-
-
 def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

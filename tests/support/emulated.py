@@ -50,10 +50,8 @@ class StreamClock:
     """One stream of an emulated device."""
 
     def __init__(self) -> None:
-        self.end_s = 0.0
-        """End of the last operation issued."""
-        self.late_s = 0.0
-        """Time that the stream lost because the host issued too late."""
+        self.end_s = 0.0  # end of the last operation issued
+        self.late_s = 0.0  # time that the stream lost because the host issued too late
 
     def start_step(self, now_s: float) -> None:
         """Start counting at `now_s`."""
@@ -87,10 +85,8 @@ class Emulated:
     """Per worker: time that its streams lost because the host issued too late, compute and links together."""
     compute_late_s: tuple[float, ...]
     """Per worker: the part of `late_s` that its compute stream lost; a link's lost time seldom delays anybody."""
-    host_late_s: float
-    """Time that the updates lost in the same way."""
-    exposed_s: float
-    """Time in which a worker's compute stood still and waited for transfers only."""
+    host_late_s: float  # time that the updates lost in the same way
+    exposed_s: float  # time in which a worker's compute stood still and waited for transfers only
 
     @property
     def makespan_s(self) -> float:
@@ -109,8 +105,7 @@ class EmulatedWork(Work):
         self._host = program.schedule.num_workers
         self.lanes: tuple[str, ...] = (UP, DOWN) if worker != self._host else (HOST,)
         self.streams = {lane: StreamClock() for lane in (COMPUTE, *self.lanes)}
-        self.intervals: list[tuple[int, Interval]] = []
-        """(operation, what it did), of all threads of this worker."""
+        self.intervals: list[tuple[int, Interval]] = []  # (operation, what it did), of all threads of this worker
         self.transfers_s: dict[int, tuple[float, float]] = {}
         """Transfer -> when all that it waits for had happened, and its end."""
         stages = self._schedule.forward_stages, self._schedule.backward_stages

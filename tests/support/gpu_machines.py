@@ -24,13 +24,10 @@ class Slot:
     name: str
     memory_mib: int
     uuid: str
-    speed: int
-    """By which CUDA orders cards, if nobody says otherwise."""
+    speed: int  # by which CUDA orders cards, if nobody says otherwise
     tells_memory: bool = True
-    mig: bool | None = None
-    """Whether it is cut into instances; None: it cannot be."""
-    instances: tuple[tuple[str, str, int], ...] = ()
-    """Profile, UUID and MiB of each."""
+    mig: bool | None = None  # whether it is cut into instances; None: it cannot be
+    instances: tuple[tuple[str, str, int], ...] = ()  # profile, UUID and MiB of each
 
 
 _PROGRAM = """#!{python}

@@ -67,17 +67,13 @@ ATTENTION_BACKWARD = 2.5
 class Launches:
     """Counts of one pass."""
 
-    num_operators: int = 0
-    """Dispatched operators; one may launch several kernels."""
+    num_operators: int = 0  # dispatched operators; one may launch several kernels
     num_launches: int = 0
-    num_products: int = 0
-    """Matrix products and attention among the launches."""
-    traffic_bytes: int = 0
-    """Bytes that all operators other than products read and write."""
+    num_products: int = 0  # matrix products and attention among the launches
+    traffic_bytes: int = 0  # bytes that all operators other than products read and write
     product_flops: float = 0.0
     num_host_waits: int = 0
-    operators: Counter[str] = field(default_factory=Counter)
-    """By name."""
+    operators: Counter[str] = field(default_factory=Counter)  # by name
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -173,15 +169,11 @@ def product_flops(name: str, tensors: Sequence[torch.Tensor], arguments: Mapping
 class BlockLaunches:
     """One kind of block, for one microbatch."""
 
-    blocks: tuple[int, ...]
-    """Number of blocks of this kind."""
+    blocks: tuple[int, ...]  # number of blocks of this kind
     forward: Launches
-    recompute: Launches
-    """With the graph, so that backward can follow."""
-    backward: Launches
-    """Launches of the backward, with the sums of parameters' gradients over microbatches."""
-    host_s: float
-    """Seconds that a thread takes to issue the three on meta tensors, the least of a few tries."""
+    recompute: Launches  # with the graph, so that backward can follow
+    backward: Launches  # launches of the backward, with the sums of parameters' gradients over microbatches
+    host_s: float  # seconds that a thread takes to issue the three on meta tensors, the least of a few tries
 
 
 def _on_meta_only(schema: str, fake: Callable[..., Any]) -> Any:
@@ -337,8 +329,7 @@ class BlockPasses:
     """A block's three passes, to be issued one after the other by one thread."""
 
     def __init__(self, worker: WorkerModel, blocks: tuple[int, ...], call: BlockCall, hidden: torch.Tensor) -> None:
-        self.blocks = blocks
-        """Those of this kind; the first is issued."""
+        self.blocks = blocks  # those of this kind; the first is issued
         self._worker, self._index, self._call, self._hidden = worker, blocks[0], call, hidden
         self._parameters = [one for one in worker.blocks[blocks[0]].parameters() if one.requires_grad]
         self._sums = [torch.empty(one.shape, dtype=torch.float32, device=META) for one in self._parameters]

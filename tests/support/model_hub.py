@@ -28,38 +28,26 @@ class ModelHub:
     address: str = ""
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Model to its files, those included that were uploaded."""
-    private: set[str] = field(default_factory=set)
-    """Models that were made as private ones."""
-    commit: str = COMMIT
-    """Of the default branch of each model."""
-    asked: list[tuple[str, str]] = field(default_factory=list)
-    """(method, path) in their order."""
+    private: set[str] = field(default_factory=set)  # models that were made as private ones
+    commit: str = COMMIT  # of the default branch of each model
+    asked: list[tuple[str, str]] = field(default_factory=list)  # (method, path) in their order
     sent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """File -> ranges of bytes that were asked for, from and to."""
     status: dict[str, list[int]] = field(default_factory=dict)
     """Part of a path -> statuses that are answered instead, one a request; the last one stays."""
     gated: bool = False
     retry_after: str | None = None
-    slow_s: float = 0.0
-    """Waited before each answer to a question about a model."""
-    byte_s: float = 0.0
-    """Waited between pieces of 64 KiB of a file."""
-    spoilt: set[str] = field(default_factory=set)
-    """Files whose content is sent with other bytes than their hash says."""
-    cut_after: int | None = None
-    """Bytes after which the connection breaks, once for each file."""
+    slow_s: float = 0.0  # waited before each answer to a question about a model
+    byte_s: float = 0.0  # waited between pieces of 64 KiB of a file
+    spoilt: set[str] = field(default_factory=set)  # files whose content is sent with other bytes than their hash says
+    cut_after: int | None = None  # bytes after which the connection breaks, once for each file
     has_ranges: bool = True
     is_cut: set[str] = field(default_factory=set)
-    listing: bytes | None = None
-    """Answered in place of a listing."""
-    etag: str | None = None
-    """Answered in place of each file's."""
-    elsewhere: str | None = None
-    """Address of the host to which it sends for weights."""
-    is_xet: bool = False
-    """Whether it names Xet storage for the weights."""
-    tokens: set[str] = field(default_factory=set)
-    """Tokens that came with questions."""
+    listing: bytes | None = None  # answered in place of a listing
+    etag: str | None = None  # answered in place of each file's
+    elsewhere: str | None = None  # address of the host to which it sends for weights
+    is_xet: bool = False  # whether it names Xet storage for the weights
+    tokens: set[str] = field(default_factory=set)  # tokens that came with questions
 
     def gets(self) -> list[str]:
         """Files that were asked for, in their order."""

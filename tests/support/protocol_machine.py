@@ -31,8 +31,7 @@ class Facts:
         self.updated = {op.stage for op in program.ops if op.lane == HOST and op.stage >= 0}
         self.buffers = 1 + program.staleness
         self.per_step = program.schedule.num_microbatches
-        self.before_in_slot: dict[int, list[int]] = {}
-        """Visit -> earlier visits in its slot."""
+        self.before_in_slot: dict[int, list[int]] = {}  # visit -> earlier visits in its slot
         places = [(visit.worker, visit.slot) for visit in program.visits]
         for index, place in enumerate(places):
             self.before_in_slot[index] = [other for other in range(index) if places[other] == place]
@@ -53,15 +52,12 @@ class Machine:
         lanes = [(lane, worker) for worker in range(len(program.compute)) for lane in (UP, DOWN)]
         self.queues = {key: TransferQueue(facts.max_in_flight) for key in [*lanes, (HOST, -1)]}
         self.moving: dict[tuple[str, int], deque[tuple[int, bool]]] = {key: deque() for key in self.queues}
-        self.begun: set[int] = set()
-        """Operations that have touched memory."""
-        self.passed: set[int] = set()
-        """Compute operations whose outputs have been made."""
+        self.begun: set[int] = set()  # operations that have touched memory
+        self.passed: set[int] = set()  # compute operations whose outputs have been made
         self.happened: set[int] = set()
         self.slots: dict[tuple[int, int], tuple[int, bool]] = {}
         """(worker, slot) -> (visit whose weights are written there, whether they are whole)."""
-        self.sums: dict[int, tuple[int, ...]] = {}
-        """Visit -> microbatches in its sum on the device."""
+        self.sums: dict[int, tuple[int, ...]] = {}  # visit -> microbatches in its sum on the device
         self.host_sums: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
         self.on_host: set[tuple[str, int, int]] = set()
         self.arrived: set[tuple[int, str, int, int]] = set()
@@ -93,7 +89,6 @@ class Machine:
         )  # fmt: skip
 
     # -- moves ---------------------------------------------------------------------------------------------------
-
     def moves(self) -> list[Move]:
         """What could happen next."""
         program, found = self.facts.program, []
@@ -182,7 +177,6 @@ class Machine:
             self.happened.add(op_id)
 
     # -- what is read and written --------------------------------------------------------------------------------
-
     def _begin(self, op: Op) -> None:
         self.begun.add(op.id)
         if op.lane == COMPUTE:

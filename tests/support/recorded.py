@@ -25,8 +25,7 @@ from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import Interval, Timeline, bubble_ratio, makespan_s, utilization
 
 START_S = 1_800_000_000.0
-UPDATE_S = 0.4
-"""Between the end of a step's work and the start of the next."""
+UPDATE_S = 0.4  # between the end of a step's work and the start of the next
 
 
 def recorded_step(num_workers: int) -> Timeline:

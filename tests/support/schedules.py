@@ -13,8 +13,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule, check_chunks, check_stages
 
-Key = tuple[Kind, int, int]
-"""(kind, stage, microbatch): an action, on whichever worker it runs."""
+Key = tuple[Kind, int, int]  # (kind, stage, microbatch): an action, on whichever worker it runs
 
 
 def dealt(

@@ -206,10 +206,8 @@ class Case:
 
     model_type: str
     method: str
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `make_rig`, beside `kernels: auto`."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `EngineOptions`."""
+    model: Mapping[str, Any] = field(default_factory=dict)  # options of `make_rig`, beside `kernels: auto`
+    engine: Mapping[str, Any] = field(default_factory=dict)  # values of `EngineOptions`
     chunk_bytes: int = CHUNK_BYTES
     schedule: Callable[[Rig, int], Schedule] = roundpipe
     microbatches: Sequence[Microbatch] = field(default_factory=lambda: random_microbatches(SIZES))
@@ -219,10 +217,8 @@ class Case:
     steps: Callable[[Engine, Rig, Any], Bits] = train
     bound: float = 0.0
     """Relative error of loss and gradients, where devices compute by other formulas than the processor."""
-    waits: bool = False
-    """Whether threads that issue wait for a device, as is known."""
-    devices: Sequence[int] = (0, 1)
-    """One for each worker of the schedule."""
+    waits: bool = False  # whether threads that issue wait for a device, as is known
+    devices: Sequence[int] = (0, 1)  # one for each worker of the schedule
     float16_accumulation: bool = False
 
     def rig(self) -> Rig:

@@ -111,8 +111,7 @@ class Rig:
     store: WeightStore
     plain: nn.Module
     peft_model: Any = None
-    kernels: str = "reference"
-    """As in the recipe."""
+    kernels: str = "reference"  # as in the recipe
 
     @property
     def fused(self) -> FusedOps | None:

@@ -38,8 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 RESULTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
 CLOCK_KEYS = ("training_s", "records")
 """Of a checkpoint's state: what depends on the clock. Of the recipe in it, what is free to change is left out too."""
-PIPELINE_KEYS = ("upload_bytes", "device_peak_bytes")
-"""Of a row of metrics.jsonl: what depends on the devices."""
+PIPELINE_KEYS = ("upload_bytes", "device_peak_bytes")  # of a row of metrics.jsonl: what depends on the devices
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class Seen:
 
     total: int
     failures: tuple[str, ...]
-    note: str = ""
-    """Further figures, e.g. how many kills fell inside a save."""
+    note: str = ""  # further figures, e.g. how many kills fell inside a save
 
     @property
     def figure(self) -> str:
@@ -62,10 +60,8 @@ class Arena:
     """Where trials run."""
 
     folder: Path
-    jobs: int = 1
-    """Tries at a time."""
-    patience: float = 1.0
-    """Time limits are multiplied by this; more than 1 on a machine that does other work too."""
+    jobs: int = 1  # tries at a time
+    patience: float = 1.0  # time limits are multiplied by this; more than 1 on a machine that does other work too
     seed: int = 20261121
     _made_once: dict[str, Any] = field(default_factory=dict)
     lock: RLock = field(default_factory=RLock)

@@ -17,11 +17,9 @@ from tests.torture.arena import Arena, Seen, resume_words, saved, start
 NUM_ROWS, FEW_ROWS = 60, 16
 NUM_EPOCHS = 3
 NUM_STOPS = 10
-FEW_STOPS = 2
-"""In the test suite, which tries one chain, of fewer rows."""
+FEW_STOPS = 2  # in the test suite, which tries one chain, of fewer rows
 LOG_NAME = "rows.log"
-SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
-"""So that a stop is not far from where it was meant to be."""
+SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}  # so that a stop is not far from where it was meant to be
 
 
 def resume_chains(arena: Arena, count: int) -> Seen:

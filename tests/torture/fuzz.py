@@ -25,26 +25,19 @@ from tests.torture.arena import Arena, Seen
 from tests.torture.mutations import odd_kind
 
 ALLOWED = (0, 2, 3, 4, 5, 6)
-ENDS_WITHIN_S = 10.0
-"""Processor time of a try."""
-GIVEN_UP_S = 60.0
-"""Time in which it must have ended on a busy machine."""
-MEMORY_BYTES = 4 * 1024**3
-"""Address space of a try beside what the process began with; threads of pyarrow reserve much."""
-ODD_KINDS = 0.06
-"""Share of tries in which a file is not damaged but a pipe, a link, a device, 1 TiB of nothing ..."""
+ENDS_WITHIN_S = 10.0  # processor time of a try
+GIVEN_UP_S = 60.0  # time in which it must have ended on a busy machine
+MEMORY_BYTES = 4 * 1024**3  # address space of a try beside what the process began with; threads of pyarrow reserve much
+ODD_KINDS = 0.06  # share of tries in which a file is not damaged but a pipe, a link, a device, 1 TiB of nothing
 
 
 @dataclass(frozen=True)
 class Reader:
     """One kind of files and what reads them."""
 
-    make: Callable[[Path], object]
-    """Writes good files into a folder, and loads what reading needs."""
-    damage: Callable[[Path, random.Random], None]
-    """Damages the files of a folder."""
-    read: Callable[[Path], None]
-    """Reads them as a command does; raises as a command does."""
+    make: Callable[[Path], object]  # writes good files into a folder, and loads what reading needs
+    damage: Callable[[Path, random.Random], None]  # damages the files of a folder
+    read: Callable[[Path], None]  # reads them as a command does; raises as a command does
     warm: Callable[[Path], None] | None = None
     """Loads what reading imports, where reading itself would leave threads behind."""
 

@@ -22,9 +22,6 @@ def _in_folder(folder: Path) -> None:
     os.environ[CACHE_VARIABLE] = str(folder / "cache")
 
 
-# --- a recipe ---------------------------------------------------------------------------------------------------------
-
-
 def _make_recipe(folder: Path) -> None:
     make_model(folder / "model")
     write_rows(folder / "rows.jsonl")
@@ -44,9 +41,6 @@ def _read_recipe(folder: Path) -> None:
     plan("recipe.yaml", [], json_=True)
 
 
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
 def _make_costs(folder: Path) -> None:
     folder.mkdir()
     times = {"recompute": True, "param_bytes": 100, "boundary_bytes": 10, "grad_bytes": 5, "optimizer_s": 0.001}
@@ -62,8 +56,6 @@ def _read_costs(folder: Path) -> None:
     _in_folder(folder)
     bench(costs=Path("costs.json"), workers=2, microbatches=4, json_output=True)
 
-
-# --- files of other tools ---------------------------------------------------------------------------------------------
 
 _OTHERS = {"axolotl.yaml": "axolotl_sharegpt", "factory.yaml": "factory_full", "trl.yaml": "trl_lora"}
 
@@ -87,9 +79,6 @@ def _read_others(folder: Path) -> None:
         convert(Path(name), output=Path(f"new-{name}"))
         load_recipe(f"new-{name}", [])
         convert(Path(name), json_=True)
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(index: int) -> list[dict[str, Any]]:
@@ -138,10 +127,7 @@ def _read_rows(folder: Path) -> None:
     data("recipe.yaml", [f"datasets=[{{path: {name or '0.jsonl'}}}]"], json_=True, offline=True)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-_SHARDS = ("Weights.safetensors", "weights.safetensors")
-"""Their names differ by case alone."""
+_SHARDS = ("Weights.safetensors", "weights.safetensors")  # their names differ by case alone
 
 
 def _make_weights(folder: Path) -> None:
@@ -185,9 +171,6 @@ def _read_weights(folder: Path) -> None:
 
     source = resolve_model(str(folder), revision=None, recipe_folder=folder, offline=True)
     load_weights(source, build_skeleton(load_config(source), torch.float32), lambda name, values: None)
-
-
-# --- a checkpoint -----------------------------------------------------------------------------------------------------
 
 
 def make_trained(folder: Path) -> None:
@@ -234,9 +217,6 @@ def _read_checkpoint(folder: Path) -> None:
 
     _in_folder(folder)
     finetune("recipe.yaml", ["max_steps=4", "save_steps=1"], resume=True, no_dashboard=True, offline=True)
-
-
-# --- the hub's cache --------------------------------------------------------------------------------------------------
 
 
 def _make_hub(folder: Path) -> None:

@@ -21,8 +21,6 @@ from tests.torture.fuzz import Reader, fuzz
 from tests.torture.fuzz_commands import make_trained
 from tests.torture.mutations import damage_bytes, damages
 
-# --- gguf -------------------------------------------------------------------------------------------------------------
-
 
 def _make_gguf(folder: Path) -> None:
     write_gguf(make_model(folder, num_hidden_layers=1), "f32")
@@ -58,9 +56,6 @@ def _read_gguf(folder: Path) -> None:
     load_tokenizer(source)
 
 
-# --- a model folder ---------------------------------------------------------------------------------------------------
-
-
 def _read_configs(folder: Path) -> None:
     import torch
 
@@ -76,9 +71,6 @@ def _read_configs(folder: Path) -> None:
     build_skeleton(config, torch.float32)
     tokenizer = load_tokenizer(source)
     files.ending_as_trained(tokenizer)
-
-
-# --- an adapter -------------------------------------------------------------------------------------------------------
 
 
 def _make_adapter(folder: Path) -> None:
@@ -112,9 +104,6 @@ def _read_adapter(folder: Path) -> None:
     read_adapter_tensors(model, folder)
 
 
-# --- a run's files ----------------------------------------------------------------------------------------------------
-
-
 _RUN_FILES = ("events.jsonl", "metrics.jsonl", "report.json", "recipe.yaml")
 
 
@@ -142,9 +131,6 @@ def _read_run(folder: Path) -> None:
     console = Console(width=100, file=io.StringIO())
     console.print(screen(state, 100.0, 100, 30, Theme()))
     model_card(folder, base=None, merged=False)
-
-
-# --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def _make_cache(folder: Path) -> None:
@@ -179,8 +165,6 @@ def _read_cache(folder: Path) -> None:
     ProfileCache({"a": 1}).load(_costs())
     _build_dataset(folder)
 
-
-# --- compressed rows --------------------------------------------------------------------------------------------------
 
 _ROWS = {
     "a.jsonl.gz": b'{"text": "hello"}\n' * 50,
@@ -225,9 +209,6 @@ def _read_rows(folder: Path) -> None:
         for source in find_sources(DatasetSpec(str(path)), None, offline=True):
             for row in source.rows():
                 assert row.number > 0
-
-
-# --- parquet ----------------------------------------------------------------------------------------------------------
 
 
 def _make_parquet(folder: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 FORBIDDEN = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "subprocess.Popen", "os.system")
 FORBIDDEN_STARTS = ("os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn", "pickle.")
-SECRET = "outside-secret"
-"""Part of the path of what must not be read."""
+SECRET = "outside-secret"  # part of the path of what must not be read
 
 
 def watch(report: str, limit_bytes: int, helpers: bool = False) -> None:

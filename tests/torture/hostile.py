@@ -122,8 +122,6 @@ def _seven_zip(model: Path, canary: str) -> None:
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
-
-
 def _with_code(model: Path, canary: str) -> None:
     for name in ("modeling", "configuration", "tokenization", "__init__", "conftest", "sitecustomize"):
         (model / f"{name}.py").write_text(f"open({canary!r}, 'w')\n")
@@ -164,8 +162,6 @@ def lures() -> list[tuple[str, Spoil]]:
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------
-
-
 def _tensor(begin: int, end: int, dtype: str = "F32", shape: list[Any] | None = None) -> dict[str, Any]:
     return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
 
@@ -264,8 +260,6 @@ def weights() -> list[tuple[str, Spoil]]:
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
-
-
 AFTER_THE_DATA = ("60,000 tensors of nothing", "other tensors", "twice", "more keys")
 """Refused when the model is built: processes of our own have tokenised rows and tried the template by then."""
 

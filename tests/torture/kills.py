@@ -22,15 +22,12 @@ from tests.torture.arena import (
     start,
 )
 
-KILLS_PER_TRY = 3
-"""One where there is one try."""
+KILLS_PER_TRY = 3  # one where there is one try
 SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}
 """Saves take longer than everything else together, so that many kills fall into one."""
-BRISK_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
-"""For few tries, of which no share is asked."""
+BRISK_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}  # for few tries, of which no share is asked
 MIN_IN_SAVES = 0.25
-ENOUGH_KILLS = 30
-"""From which number of kills on that share is asked for."""
+ENOUGH_KILLS = 30  # from which number of kills on that share is asked for
 
 
 def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", "full", "accumulate")) -> Seen:

@@ -14,16 +14,12 @@ from tests.torture.arena import Arena, Seen
 class Promise:
     """One row of the table in tests/README.md."""
 
-    name: str
-    """Option of `scripts/torture` and id of the test."""
+    name: str  # option of `scripts/torture` and id of the test
     text: str
     trial: Callable[[Arena, int], Seen]
-    suite_count: int
-    """Tries in the test suite."""
-    release_count: int
-    """Tries before a release; a trial over a list of cases takes all of them where this is more."""
-    missing: Callable[[], str | None] = lambda: None
-    """What this machine lacks for it, if anything."""
+    suite_count: int  # tries in the test suite
+    release_count: int  # tries before a release; a trial over a list of cases takes all of them where this is more
+    missing: Callable[[], str | None] = lambda: None  # what this machine lacks for it, if anything
 
 
 LACKS = syscalls.missing

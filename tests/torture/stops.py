@@ -28,8 +28,7 @@ from tests.torture.terminal import in_terminal
 
 SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03,ckpt_writer:slow=0.01"}
 SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.25"}
-FIRST_S = 0.05
-"""Before, a run is Python that starts, and has no handlers yet."""
+FIRST_S = 0.05  # Before, a run is Python that starts, and has no handlers yet
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 STOPPED = re.compile(r"after step (\d+) of \d+, with a checkpoint")
 

@@ -39,8 +39,7 @@ class Call:
     """One system call of the watched save."""
 
     name: str
-    nth: int
-    """Of this name in its thread, from 1, since strace was put to the run."""
+    nth: int  # of this name in its thread, from 1, since strace was put to the run
     arguments: str
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from tests.support.e2e import Running
 from tests.torture.arena import resume_words, start
 
-QUIET_S = 0.25
-"""A terminal that showed nothing new for so long has shown everything."""
+QUIET_S = 0.25  # a terminal that showed nothing new for so long has shown everything
 
 
 class Terminal:

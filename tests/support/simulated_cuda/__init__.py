@@ -43,10 +43,8 @@ class Card:
     total_bytes: int = 8 * GIB
     multi_processors: int = 132
     capability: tuple[int, int] = (9, 0)
-    maps_memory: bool = True
-    """Whether segments of memory can grow; those of virtual GPUs cannot."""
-    uuid: str = ""
-    """As torch has it, without `GPU-`; empty: one by the number of processors."""
+    maps_memory: bool = True  # whether segments of memory can grow; those of virtual GPUs cannot
+    uuid: str = ""  # as torch has it, without `GPU-`; empty: one by the number of processors
 
     def properties(self) -> Any:
         return types.SimpleNamespace(

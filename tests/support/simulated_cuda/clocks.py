@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-Clock = dict[int, int]
-"""Actor -> number of its operations that have happened before."""
+Clock = dict[int, int]  # actor -> number of its operations that have happened before
 
-Frames = tuple[tuple[str, int, str], ...]
-"""(file, line, function), innermost first."""
+Frames = tuple[tuple[str, int, str], ...]  # (file, line, function), innermost first
 
 STACK_DEPTH = 4
 _OURS = ("roundpipe_cli", "tests/engine")
-_OF_OURS: dict[str, bool] = {}
-"""By file."""
+_OF_OURS: dict[str, bool] = {}  # by file
 
 
 def join(clock: Clock, other: Clock) -> bool:
@@ -47,13 +44,10 @@ class Actor:
     def __init__(self, number: int, name: str) -> None:
         """`number`: negative for host threads."""
         self.number, self.name = number, name
-        self.waited_for: Clock = {}
-        """Of a host thread: what it has waited for itself, or what was over when it began."""
-        self.count = 0
-        """Of its operations so far."""
+        self.waited_for: Clock = {}  # of a host thread: what it has waited for itself, or what was over when it began
+        self.count = 0  # of its operations so far
         self.clock: Clock = {}
-        self.version = 0
-        """Changes with the clock."""
+        self.version = 0  # changes with the clock
 
     def learn(self, clock: Clock) -> None:
         """What the clock says has happened."""
@@ -87,16 +81,12 @@ class Access:
     """One operation's use of memory."""
 
     actor: Actor
-    count: int
-    """The operation's number in its actor."""
+    count: int  # the operation's number in its actor
     operation: str
-    thread: str
-    """Host thread that issued it."""
+    thread: str  # host thread that issued it
     frames: Frames
-    line: Any = None
-    """Stream that it was on; None: the host."""
-    place: int = 0
-    """Its number among the stream's operations."""
+    line: Any = None  # stream that it was on; None: the host
+    place: int = 0  # its number among the stream's operations
 
     def __str__(self) -> str:
         stack = " < ".join(f"{PurePath(file).name}:{line} {name}" for file, line, name in self.frames)
@@ -108,8 +98,7 @@ class _Range:
     start: int
     end: int
     write: Access | None = None
-    reads: dict[int, Access] = field(default_factory=dict)
-    """By actor, since the last write."""
+    reads: dict[int, Access] = field(default_factory=dict)  # by actor, since the last write
     earlier: list[tuple[Access, bool]] = field(default_factory=list)
     """(access, whether it writes) from before the bytes were given out again: on one stream they come first."""
 

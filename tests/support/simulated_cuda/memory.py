@@ -17,8 +17,7 @@ import torch
 from tests.support.simulated_cuda.clocks import Clock, History, join
 from tests.support.simulated_cuda.streams import Line, Marker, Streams
 
-Pool = Line | None
-"""The stream whose memory it is; None: page-locked host memory."""
+Pool = Line | None  # the stream whose memory it is; None: page-locked host memory
 POISON = 0xFF
 BLOCK_BYTES, SMALL_BYTES, SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 512, 2**20, 2 * 2**20, 20 * 2**20
 """As torch: rounding of a block, the largest small block, segments for small blocks and for those up to 10 MiB."""
@@ -33,10 +32,8 @@ class Segment:
         self.bytes = raw[start : start + num_bytes]
         self.pool = pool
         self.history = History(name)
-        self.end = 0
-        """Of the bytes that were ever given out."""
-        self.num_used = 0
-        """Blocks that are not free."""
+        self.end = 0  # of the bytes that were ever given out
+        self.num_used = 0  # blocks that are not free
         self.whole = torch.from_numpy(self.bytes)
         """All of it, for copies that happen later, whoever has the bytes by then."""
 
@@ -50,8 +47,7 @@ class Block:
     num_bytes: int
     used_by: dict[int, Marker] = field(default_factory=dict)
     """By stream: where it was when it last used the block beside the block's own stream."""
-    recorded: set[int] = field(default_factory=set)
-    """Streams that `record_stream` named."""
+    recorded: set[int] = field(default_factory=set)  # streams that `record_stream` named
     known: Clock = field(default_factory=dict)
     """What had happened when it became free: no later access to it comes before that."""
     done: dict[Line, int] = field(default_factory=dict)
@@ -100,17 +96,14 @@ class CachingAllocator:
             streams: of the simulation.
         """
         self.name, self._round_bytes, self._streams = name, round_bytes, streams
-        self.limit_bytes: Callable[[], int] = lambda: 1 << 62
-        """That may be reserved, now."""
+        self.limit_bytes: Callable[[], int] = lambda: 1 << 62  # that may be reserved, now
         self.refuses: Callable[[], bool] = lambda: False
         """Whether the driver cannot give memory in the way that it is asked for."""
         self._segments: list[Segment] = []
-        self._free: dict[tuple[Pool, int], list[Block]] = {}
-        """By pool and size."""
+        self._free: dict[tuple[Pool, int], list[Block]] = {}  # by pool and size
         self._returned: deque[Block] = deque()
         """Freed, perhaps by a thread in the middle of something else, and not seen to yet."""
-        self._waiting: list[Block] = []
-        """Freed, and held back for streams that use them."""
+        self._waiting: list[Block] = []  # freed, and held back for streams that use them
         self.on_return: Callable[[Block], None] = lambda block: None
         """Notes where the streams are that a freed block waits for."""
         self.allocated_bytes = self.peak_bytes = self.peak_reserved_bytes = 0

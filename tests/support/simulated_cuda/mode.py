@@ -32,18 +32,14 @@ MAX_REPORTS = 20
 class Memory:
     """What lies under one torch storage."""
 
-    device: int | None
-    """None: host memory."""
+    device: int | None  # None: host memory
     history: History
     weak: StorageWeakRef
-    offset: int = 0
-    """Of the storage's first byte in the history."""
-    block: Block | None = None
-    """Of an allocator of ours; None: ordinary host memory."""
+    offset: int = 0  # of the storage's first byte in the history
+    block: Block | None = None  # of an allocator of ours; None: ordinary host memory
 
 
-Use = tuple[torch.Tensor, Memory, bool]
-"""(tensor, its memory, whether it is written)"""
+Use = tuple[torch.Tensor, Memory, bool]  # (tensor, its memory, whether it is written)
 
 
 class Machine:
@@ -55,29 +51,21 @@ class Machine:
         self.lock = streams.lock
         self.memories: dict[int, Memory] = {}
         self.devices: list[CachingAllocator] = []
-        self.capabilities: list[tuple[int, int]] = []
-        """Of the devices."""
+        self.capabilities: list[tuple[int, int]] = []  # of the devices
         self.pinned: CachingAllocator | None = None
-        self.registered: list[tuple[int, int]] = []
-        """(first address, address behind the last) of page-locked ranges."""
+        self.registered: list[tuple[int, int]] = []  # (first address, address behind the last) of page-locked ranges
         self.unordered: list[Unordered] = []
-        self.host_waits: Counter[tuple[str, str, str]] = Counter()
-        """(thread, what, where) -> times."""
-        self.launches: Counter[str] = Counter()
-        """Operations issued to devices, by host thread."""
-        self.substituted: set[str] = set()
-        """What was computed that the processor cannot (`SUBSTITUTES`)."""
-        self.grows_segments = False
-        """Whether the allocator was told to ask for segments that can grow."""
-        self.sticky_error: str | None = None
-        """What the driver raises at the next launch."""
+        self.host_waits: Counter[tuple[str, str, str]] = Counter()  # (thread, what, where) -> times
+        self.launches: Counter[str] = Counter()  # operations issued to devices, by host thread
+        self.substituted: set[str] = set()  # what was computed that the processor cannot (`SUBSTITUTES`)
+        self.grows_segments = False  # whether the allocator was told to ask for segments that can grow
+        self.sticky_error: str | None = None  # what the driver raises at the next launch
         self.inside = threading.local()
         """Of each thread: `cpu`, while Python code asks for a copy on the host; `real`, within an operation;
         `composed`, within a function of torch on a device's tensors whose own code makes tensors beside them;
         `backward_of`, the device of the result that is differentiated."""
 
     # -- memory --------------------------------------------------------------------------------------------------
-
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
         known = self.memories.get(storage._cdata)
@@ -137,7 +125,6 @@ class Machine:
             block.used_by[index] = self.streams.marker(self.streams.lines[index])
 
     # -- accesses ------------------------------------------------------------------------------------------------
-
     def begin(self, name: str, line: Line | None) -> Access:
         """The next operation of a stream, or of the calling thread."""
         actor: Actor = self.myself()
@@ -326,7 +313,6 @@ class CardMode(TorchDispatchMode):
         return outputs
 
     # -- copies --------------------------------------------------------------------------------------------------
-
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any], target: int | None) -> torch.Tensor:
         """A copy of a tensor on another device, perhaps in another type."""
         machine, source = self.machine, args[0]

@@ -136,16 +136,12 @@ class Operation:
     """What there is to know about one overload."""
 
     name: str
-    written: frozenset[int | str]
-    """Arguments that are written, by place or name."""
-    is_view: bool
-    """It touches no data."""
+    written: frozenset[int | str]  # arguments that are written, by place or name
+    is_view: bool  # it touches no data
     host_waits: bool
     mixes_devices: bool
-    reads_form_alone: bool
-    """Of its arguments: sizes and types, no data."""
-    fills: bool
-    """It writes its results; an allocation does not."""
+    reads_form_alone: bool  # of its arguments: sizes and types, no data
+    fills: bool  # it writes its results; an allocation does not
 
 
 @cache

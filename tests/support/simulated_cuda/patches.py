@@ -12,13 +12,11 @@ from tests.support.simulated_cuda.mode import Machine
 from tests.support.simulated_cuda.streams import SimulatedEvent, SimulatedStream, chosen_device, chosen_stream, index_of
 from tests.support.simulated_cuda.threads import BackwardThreads
 
-Patch = tuple[Any, str, Any]
-"""(owner, name, value)"""
+Patch = tuple[Any, str, Any]  # (owner, name, value)
 COMPOSED = ("scaled_dot_product_attention", "one_hot")
 """Functions whose own code makes tensors where it sees the first argument: a mask where heads of keys and values
 differ in width, zeros to scatter to."""
-REFUSED = 2
-"""cudaErrorMemoryAllocation"""
+REFUSED = 2  # cudaErrorMemoryAllocation
 
 
 class Runtime:

@@ -30,13 +30,10 @@ class Transfers:
 
     def __init__(self, machine: Machine, new_actor: Callable[[str], Actor]) -> None:
         self._machine, self._streams, self._new_actor = machine, machine.streams, new_actor
-        self._actors: dict[tuple[int, int], Actor] = {}
-        """By worker and operation."""
+        self._actors: dict[tuple[int, int], Actor] = {}  # by worker and operation
         self._arrivals: dict[tuple[int, int], Any] = {}
-        self._updates: dict[int, Clock] = {}
-        """Operation -> what the host did before it let go of it."""
-        self._stamps: dict[tuple[int, int], int] = {}
-        """By worker and slot: the visit whose weights go there."""
+        self._updates: dict[int, Clock] = {}  # operation -> what the host did before it let go of it
+        self._stamps: dict[tuple[int, int], int] = {}  # by worker and slot: the visit whose weights go there
 
     def begin(self) -> None:
         """A step begins, by the calling thread."""
@@ -90,7 +87,6 @@ class Transfers:
         return self.program.visits[op.visit].slot
 
     # -- patches of the engine -----------------------------------------------------------------------------------
-
     def patches(self) -> list[tuple[Any, str, Any]]:
         """(owner, name, value) of what tells this object of a step."""
         start, ready, make = Pool.start, StepRun.ready, CudaBackend.__init__

@@ -30,24 +30,17 @@ class Line:
 
     def __init__(self, device: int, actor: Actor, max_polls: int) -> None:
         self.device, self.actor, self.max_polls = device, actor, max_polls
-        self.count = 0
-        """Operations so far."""
-        self.completed = 0
-        """Operations that the host knows to be done."""
-        self.seen: Clock = {}
-        """Of its transfers, those that the host knows to be done."""
+        self.count = 0  # operations so far
+        self.completed = 0  # operations that the host knows to be done
+        self.seen: Clock = {}  # of its transfers, those that the host knows to be done
         self.by_program = False
         """A worker's: what its order with other streams comes from is in the program (`program.py`)."""
-        self.carries = False
-        """It carries transfers."""
-        self.issuer = (0, 0, 0)
-        """Thread that issued the last operation, and what it knew then."""
-        self.transfers: list[Actor] = []
-        """Those on it that its own actor does not know of yet."""
+        self.carries = False  # it carries transfers
+        self.issuer = (0, 0, 0)  # thread that issued the last operation, and what it knew then
+        self.transfers: list[Actor] = []  # those on it that its own actor does not know of yet
         self.deferred: deque[tuple[int, Callable[[], None]]] = deque()
         """(number of the operation, what it does): copies that are put off."""
-        self.ends_at: float = math.inf
-        """The device hangs: operations from here on never end."""
+        self.ends_at: float = math.inf  # the device hangs: operations from here on never end
 
     def join_transfers(self) -> None:
         """What follows on the stream, and belongs to no transfer, comes after all of them."""
@@ -69,8 +62,7 @@ class Marker:
         self.line, self._actor, self._myself, self._polls_left = line, actor, myself, polls
         self.count, self.clock = line.count, dict(actor.clock)
         self.time_s = time.perf_counter()
-        self.seen_by: set[int] = set()
-        """Host threads that know that the stream has come here."""
+        self.seen_by: set[int] = set()  # host threads that know that the stream has come here
 
     @property
     def is_done(self) -> bool:
@@ -113,12 +105,9 @@ class Streams:
         self._of_thread = threading.local()
         self._defaults: dict[int, SimulatedStream] = {}
         self.lines: list[Line] = []
-        self.floor: Clock = {}
-        """What was over when the step under way began."""
-        self.lock: Any = None
-        """The simulation's."""
-        self.failed: set[int] = set()
-        """Devices for which the driver has an error, from now on for every call."""
+        self.floor: Clock = {}  # what was over when the step under way began
+        self.lock: Any = None  # the simulation's
+        self.failed: set[int] = set()  # devices for which the driver has an error, from now on for every call
         self.num_freed_on_failed = 0
         """Blocks that were freed on those while another stream might use them: torch would ask the driver, and end."""
         self._left: dict[int, tuple[int, Callable[[int], None]]] = {}
@@ -172,7 +161,6 @@ class Streams:
         return self.lines[-1]
 
     # -- who issues ----------------------------------------------------------------------------------------------
-
     def transfer_on(self, line: Line) -> Actor | None:
         """The transfer of a step that the calling thread works at, if that is on this stream."""
         return getattr(self._of_thread, "transfer", None) if line.carries else None
@@ -255,8 +243,7 @@ class Streams:
 class SimulatedStream:
     """In place of `torch.cuda.Stream`."""
 
-    owner: Streams
-    """Of the simulation that is on."""
+    owner: Streams  # of the simulation that is on
 
     def __init__(self, device: Any = None, priority: int = 0, *, owner: Streams | None = None) -> None:
         self._streams = owner or type(self).owner

@@ -15,8 +15,7 @@ from typing import Any
 
 from tests.support.simulated_cuda.clocks import Actor, Clock
 
-Myself = Callable[[], Actor]
-"""The actor of the thread that calls."""
+Myself = Callable[[], Actor]  # the actor of the thread that calls
 
 
 class TrackedLock:
@@ -114,8 +113,7 @@ class ThreadHooks:
         ]
 
 
-BACKWARD = "backward-cuda"
-"""Begins the names of autograd's threads; the device's index follows."""
+BACKWARD = "backward-cuda"  # begins the names of autograd's threads; the device's index follows
 
 
 class BackwardThreads:
