@@ -119,7 +119,6 @@ def test_imports_point_one_way() -> None:
 
 
 def test_no_import_cycles_late_imports_included() -> None:
-    """Modules in the order of their imports; whatever cannot be ordered is a cycle."""
     names = {module_of(path): path for path in sources() if path != DOOR}
     needs = {name: {module for _, module in imports_of(path)} & names.keys() - {name} for name, path in names.items()}
     while free := {name for name, wanted in needs.items() if not wanted & needs.keys()}:
@@ -199,8 +198,7 @@ def import_effects() -> Any:
 
 
 def test_importing_loads_no_torch_starts_no_thread_and_prints_nothing() -> None:
-    """First the rooms without torch: no heavy module, no thread, no child. Then all, after the libraries, whose own
-    threads, if any, are counted before ours."""
+    """First the rooms without torch, then all, after the libraries, whose own threads are counted before ours."""
     light = sorted(module_of(path) for room in (*WITHOUT_TORCH, "cli") for path in (PACKAGE / room).rglob("*.py"))
     code = (
         "import importlib, sys, threading\n"
@@ -274,7 +272,6 @@ def test_nothing_can_run_code_it_was_given() -> None:
 
 
 def test_loaders_that_could_run_code_are_told_not_to() -> None:
-    """Every `Auto*.from_pretrained` / `from_config` says `trust_remote_code=False` itself, whatever a config says."""
     wrong = []
     for path in sources():
         for node in nodes_of(path):

@@ -64,9 +64,7 @@ def short(tmp_path: Path) -> Path:
     return write(tmp_path, {"name": "short", "hop_s": 1e-4, "layers": layers})
 
 
-def test_json_has_what_bench_simulates_and_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_what_bench_simulates_and_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = short(tmp_path)
     flags = ["--steps", "2", "--staleness", "1"]
     bench_emulated.main(words(path, *flags, "--json", workers=3))
@@ -85,7 +83,6 @@ def test_json_has_what_bench_simulates_and_what_was_measured(
 
 
 def test_as_a_program(tmp_path: Path) -> None:
-    """Errors are those of a command: on stderr, without a traceback, exit code 2."""
     program = [sys.executable, bench_emulated.__file__, *words(short(tmp_path), "--schedule", "1f1b")]
     done = subprocess.run([*program, "--earliest-free"], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

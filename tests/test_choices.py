@@ -70,8 +70,7 @@ def test_every_type_of_rows_has_its_columns_and_its_rules() -> None:
 
 
 def test_every_objective_has_its_loss_and_its_settings() -> None:
-    """Story: a name that was added to the list alone was accepted and documented, and a sigmoid without a reference was
-    trained."""
+    """Story: a name of the list alone was accepted, and a sigmoid without a reference was trained."""
     assert set(get_args(Objective)) == set(OBJECTIVES) and next(iter(OBJECTIVES)) == Recipe.objective
     assert {OBJECTIVES[name].loss for name in SCORING_OBJECTIVES} == set(get_args(LossName)) == set(SEQUENCE_LOSSES)
     assert len({OBJECTIVES[name].loss_type for name in SCORING_OBJECTIVES} - {None}) == len(SCORING_OBJECTIVES)
@@ -116,7 +115,6 @@ def test_every_room_asks_what_a_row_holds(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_no_file_but_the_table_compares_an_objectives_name() -> None:
-    """13 files did; the table's answers are asked instead."""
     assert _compared(ast.parse("x.get('y', 'sft') != z or x in ('dpo',)")) == {"y", "sft", "dpo"}
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 100

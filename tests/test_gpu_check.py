@@ -56,9 +56,7 @@ def test_a_check_that_hangs_or_dies_costs_only_itself(tmp_path: Path, monkeypatc
     assert summary(document) == 1
 
 
-def test_a_second_call_makes_again_what_did_not_pass_and_drops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_makes_again_what_did_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: a second call with the same file began anew, and lost the results of the first."""
     asked: list[Sequence[str]] = []
 
@@ -125,7 +123,6 @@ def test_a_signal_ends_the_child_too_and_the_next_call_continues(tmp_path: Path)
 
 
 def test_plans_of_minutes_end_in_their_time() -> None:
-    """By their own limits; each names checks that there are."""
     total_s = procedure.END_S
     for minutes, stages in procedure.PLANS.items():
         total_s += sum(stage.limit_s for stage in stages)
@@ -194,7 +191,6 @@ def test_a_bare_machine_runs_most_of_it_and_says_what_it_skipped(tmp_path: Path)
 
 
 def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
-    """From the JSON alone; simulated results never get there."""
     parts = {
         "throughput": [
             {"check": "lora, streamed", "status": "ok",

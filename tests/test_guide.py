@@ -80,7 +80,6 @@ def test_the_commands_of_a_page_run_in_its_order(page: Path, tmp_path: Path) -> 
 
 
 def test_the_machines_of_the_guide_are_planned_as_it_says() -> None:
-    """Every row's command is a recipe; the first is planned again."""
     page = GUIDE.read_text(encoding="utf-8")
     assert len(MACHINES) == 21
     for hardware, recipe in MACHINES:

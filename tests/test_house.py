@@ -163,9 +163,7 @@ def test_files_and_signatures_are_short() -> None:
 
 def _is_operator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether torch or Triton calls a function, by position."""
-    return any(
-        word in ast.unparse(each) for each in node.decorator_list for word in ("custom_op", "register", "triton")
-    )
+    return any(key in ast.unparse(each) for each in node.decorator_list for key in ("custom_op", "register", "triton"))
 
 
 def test_the_package_does_not_grow_by_itself() -> None:

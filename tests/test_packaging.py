@@ -137,13 +137,11 @@ def pins() -> dict[str, Requirement]:
 
 
 def test_constraints_are_exact_versions() -> None:
-    """Never a path, an URL or a range."""
     for name, one in pins().items():
         assert one.url is None and re.fullmatch(r"==[0-9][0-9a-z.]*", str(one.specifier)), name
 
 
 def test_constraints_pin_every_dependency(wheel: zipfile.ZipFile) -> None:
-    """Direct and indirect, for running and for development, as far as they are installed on this platform."""
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("older or newer packages have other dependencies")
     pinned = pins()
@@ -199,9 +197,7 @@ esac
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_without_a_gpu_torch_comes_without_cuda(
-    tmp_path: Path, variables: dict[str, str], installs: bool, said: str
-) -> None:
+def test_without_a_gpu_torch_has_no_cuda(tmp_path: Path, variables: dict[str, str], installs: bool, said: str) -> None:
     """The quickstart downloaded gigabytes of CUDA's libraries for a machine that has no GPU."""
     programs = tmp_path / "bin"
     programs.mkdir()

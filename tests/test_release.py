@@ -70,7 +70,6 @@ def on_hub(folder: Path, *words: str, environment: dict[str, str]) -> Outcome:
 
 
 def typed(folder: Path, *words: str, text: bytes) -> Outcome:
-    """What the command answers to a pipe."""
     return launch(folder, *words, before=partial(from_pipe, text)).finish()
 
 
@@ -166,7 +165,6 @@ def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -
 
 
 def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_path: Path) -> None:
-    """To a small hub on this machine: the result with its card, and neither checkpoints nor metrics."""
     work = tmp_path / "work"
     shutil.copytree(trained, work, ignore=shutil.ignore_patterns("out", ".log*"))
     with model_hub("me/other", {}) as hub:
@@ -236,7 +234,6 @@ def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
 
 
 def test_streamed_answers_are_those_of_the_whole_model(trained: Path) -> None:
-    """To prompts of unequal lengths side by side, with weights in memory, and with most of them on disk."""
     asked = ["Say x1: ", "Say a much longer x2, please: ", "x"]
     (trained / "asked.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n\n" for one in asked))
     expected = [by_peft(trained, ("user", one), num_tokens=12) for one in asked]
@@ -273,8 +270,7 @@ def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: P
 
 
 def test_an_answer_ends_at_the_end_of_turn_wherever_it_is_given(trained: Path, tmp_path: Path) -> None:
-    """That of a template, neither the tokenizer's own end nor in the base's settings: by `generate`, in an
-    evaluation's samples, merged, and in the files for llama.cpp and Ollama."""
+    """That of a template, neither the tokenizer's own end nor in the base's settings."""
     from gguf import GGUFReader
 
     work = tmp_path / "work"

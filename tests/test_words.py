@@ -27,9 +27,7 @@ RECIPE_COMMANDS = ["cp", "keys", "ls", "show", "validate"]
 
 # --- help -----------------------------------------------------------------------------------------------------------
 def test_help_has_an_example_and_imports_little() -> None:
-    """Its time is that of its imports; modules count, as times depend on the machine. It took 2.6 times the processor
-    time of `import typer, rich`: all commands were imported, and pydantic to convert options that were not given.
-    """
+    """Modules count, as times depend on the machine: all commands were imported, and pydantic."""
     commands = ["", *COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)]
     program = (
         "import os, sys\n"
@@ -178,7 +176,6 @@ def test_an_interrupt_before_a_run_has_handlers(
 
 
 def test_shell_completion(tmp_path: Path) -> None:
-    """The script that a shell sources, and what it gets for a word that is begun."""
     source = fresh(tmp_path, environment={"_ROUNDPIPE_COMPLETE": "source_bash"}).expect(0)
     assert "_ROUNDPIPE_COMPLETE" in source.out
     begun = {"COMP_WORDS": "roundpipe pl", "COMP_CWORD": "1", "_ROUNDPIPE_COMPLETE": "complete_bash"}
@@ -278,7 +275,6 @@ def runs_here(command: str) -> bool:
 
 @pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_readme_command_is_run_somewhere(page: Path) -> None:
-    """A command that nobody runs must be listed with the reason; a script must exist."""
     commands = readme_commands(page)
     assert len(commands) >= 3, commands
     for command in commands:
@@ -295,7 +291,6 @@ def test_what_runs_the_readmes_commands_is_there() -> None:
 
 @pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
-    """Links lead to files, so do names of files, and what a link's anchor names is a heading."""
     text = page.read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
         target = (page.parent / link).resolve() if link else page
@@ -310,7 +305,6 @@ def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
 
 
 def test_every_script_is_on_the_page() -> None:
-    """With what it is for and how long it takes; what scripts share too."""
     page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".py", ".sh")]
     assert scripts and [path.name for path in scripts if f"`{path.name}`" not in page] == []
@@ -318,7 +312,6 @@ def test_every_script_is_on_the_page() -> None:
 
 @pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if one.startswith("roundpipe ")])
 def test_readme_commands_are_understood(command: str) -> None:
-    """Every option, argument and subcommand of the READMEs' commands exists: parsed as the program does, not run."""
     words = shlex.split(command, comments=True)[1:]
     top: Any = typer.main.get_command(app)
     parser, name = top, "roundpipe"

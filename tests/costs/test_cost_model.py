@@ -251,7 +251,6 @@ QWEN = ("Qwen3-32B full", "Qwen/Qwen3-32B", "Qwen3-32B", 128)
 
 
 def _published_errors(model: tuple[str, str, str, int], workers: Sequence[int]) -> list[float]:
-    """Relative errors of the predicted throughput."""
     key, repository, name, rows = model
     measured = json.loads((FACTS / "published_throughput.json").read_text())[key]
     cut, errors = _published_cut(name), []

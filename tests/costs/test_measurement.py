@@ -69,7 +69,6 @@ def written(path: Path, **changes: Any) -> Path:
 
 
 def test_plan_takes_a_machines_file_and_says_where_it_was_measured(tmp_path: Path) -> None:
-    """Rates, link and memory are the file's; small products have their own rate; all is longer by the small run."""
     path = written(tmp_path / "sent.json")
     here = parse_hardware(f"{path},host_memory_gib=48")
     device = here.devices[0]
@@ -92,7 +91,6 @@ def test_plan_takes_a_machines_file_and_says_where_it_was_measured(tmp_path: Pat
 
 
 def test_rates_between_sizes_and_operators_of_a_processor() -> None:
-    """A processor wastes no tiles."""
     curve = ((1e3, 10.0), (1e5, 30.0))
     assert [at(curve, size) for size in (1, 1e3, 1e4, 1e5, 1e9)] == [10.0, 10.0, pytest.approx(20.0), 30.0, 30.0]
     names, memory = ("NVIDIA GeForce RTX 3090", "cpu"), {"float32": [[1e6, 1e18]]}
@@ -144,9 +142,7 @@ def of_worker(**figures: Any) -> Callable[[Path], Path]:
         (of_worker(attention={"float32": [[1, 1e9]]}), NOT, "a type is missing"),
     ],
 )  # fmt: skip
-def test_a_damaged_foreign_or_older_file_is_refused_by_name(
-    write: Callable[[Path], object], what: str, found: str, tmp_path: Path
-) -> None:
+def test_a_damaged_or_foreign_file_is_refused(write: Any, what: str, found: str, tmp_path: Path) -> None:
     path = tmp_path / "their.json"
     write(path)
     with pytest.raises(RefusedError, match=what) as refused:
@@ -165,16 +161,13 @@ def test_a_files_name_may_have_commas_and_figures_may_follow(tmp_path: Path) -> 
 def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan`, `plan --hardware here`, its file and `finetune` ask the same question, whichever worker was disturbed
-    while it was measured; other numbers of workers share the cores."""
+    """By `plan`, `--hardware here`, its file and `finetune` alike; other numbers of workers share the cores."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PATH", "")
     loaded = load_text("{model: HuggingFaceTB/SmolLM2-135M, datasets: [{path: x.jsonl}], dtype: float32}", "r.yaml")
     before = make_plan(loaded, "here")
     assert before.question.machine_source == "this machine" and "by cores" in " ".join(before.question.hardware.notes)
-    slow = {
-        name: {key: [[size, rate / 4] for size, rate in RATES[name][key]] for key in RATES[name]} for name in CURVES
-    }
+    slow = {name: {key: [[x, rate / 4] for x, rate in RATES[name][key]] for key in RATES[name]} for name in CURVES}
     own = content(worker("cpu", **slow, link_bytes_per_s=1e10), worker("cpu"))
     written(own_path(), **own)
     here, by_file = (make_plan(loaded, name) for name in ("here", str(written(tmp_path / "sent.json", **own))))
@@ -224,9 +217,7 @@ def test_a_card_that_is_named_twice_gives_each_worker_its_part() -> None:
     assert again is not None and again.measured == half.measured
 
 
-def test_a_card_that_somebody_sent_is_planned_by_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_that_somebody_measured_is_planned_by_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "2x3090.json")
     monkeypatch.setattr(measurement, "SENT", tmp_path)
     measurement.sent_measurements.cache_clear()
@@ -239,7 +230,6 @@ def test_a_card_that_somebody_sent_is_planned_by_what_was_measured(
 
 
 def test_files_that_were_sent_can_be_read() -> None:
-    """Those of `costs/measured`, with no name of a machine."""
     assert (measurement.SENT / "README.md").is_file()
     for path in measurement.SENT.glob("*.json"):
         assert read_measurement(path).workers
@@ -247,7 +237,6 @@ def test_files_that_were_sent_can_be_read() -> None:
 
 @pytest.mark.sweep
 def test_cpu_workers_are_measured_and_the_file_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command itself, and its small run, which trains: a minute."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     path = tmp_path / "sent.json"
     out, _ = said("doctor", "--measure", str(path))
@@ -258,9 +247,7 @@ def test_cpu_workers_are_measured_and_the_file_names_nobody(tmp_path: Path, monk
     assert all(one.products and one.unpacking for one in read_measurement(path).workers)
 
 
-def test_a_part_that_fails_or_hangs_is_named_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_or_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a second measurement is refused meanwhile, whose rates would be halved."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(measure, "PARTS", {"no_such_part": None})
@@ -281,9 +268,7 @@ def test_a_part_that_fails_or_hangs_is_named_and_leaves_nothing(
     assert told == ["no such part"] and not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_minutes_of_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, why in ((tmp_path, "a folder"), (tmp_path / "no" / "x.json", "no folder")):
         _, words = said("doctor", "--measure", str(path), code=2)
         assert "cannot write" in words and why in words and "measuring" not in words
@@ -295,7 +280,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_minutes_of_work(
 
 
 def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part on two cards at once but the small run; what they take is the processor's time."""
     small = {"products": ((8, 16, 16), (16, 16, 32)), "attention": ((2, 8, 16),), "memory": ((256,), (1024,))}
     small |= {"narrow_products": small["products"], "unpacking": ((16, 64),)}
     monkeypatch.setattr(measure, "CURVES", {name: (small[name], *one[1:]) for name, one in CURVES.items()})

@@ -82,8 +82,7 @@ def test_a_block_of_packed_weights_lies_whole_on_the_device_for_its_call() -> No
 
 @pytest.mark.parametrize("earliest_free", [False, True])
 def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> None:
-    """Inputs of all backward stages that are made and not used up, over two steps in the simulator's time; and with
-    enough stages for all workers what is counted is a round, and at most a half above that."""
+    """Over two steps in the simulator's time; with enough stages what is counted is at most a half above that."""
     draw = random.Random(5)
     for _ in range(3):
         workers, num_blocks = draw.randint(1, 6), draw.randint(6, 14)
@@ -153,8 +152,7 @@ def test_which_chunks_attend_with_a_mask(model: str, hardware: str, changes: dic
 
 
 def test_a_chunks_attention_by_hand() -> None:
-    """Story: 5 blocks of Llama 3.1 8B took 0.75 GiB each for a mask and repeated keys, and attention was timed without
-    one; counted was neither."""
+    """Story: a block of Llama 3.1 8B took 0.75 GiB for a mask and repeated keys, which nobody counted."""
     tokens, length, of_heads, of_keys = 4096, 32768, 32 * 128, 8 * 128
     cases = [ask(LLAMA, name, max_seq_length=length, sequence_chunks=8) for name in ("1x4090", "1xt4")]
     without, masked = (activation_bytes(one.architecture, one.architecture.blocks[0], one.settings) for one in cases)
@@ -190,7 +188,6 @@ def test_dropout_before_adapters_keeps_masks_and_what_they_leave() -> None:
 
 
 def on_processor(gib: int = 16, **changes: Any) -> Case:
-    """SmolLM2 on two CPU workers."""
     machine = Hardware("2 CPU workers", cpu_devices(2), gib * GIB)
     return ask("HuggingFaceTB/SmolLM2-135M-Instruct", machine, **{"max_seq_length": 512, **changes})
 
@@ -205,8 +202,7 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
 
 
 def test_the_gradient_of_the_heads_matrix_counts_where_activations_leave_no_room() -> None:
-    """It exists whole beside its sum while the head computes: 1 GB of an 8B model. That of a block's largest matrix,
-    117 MB, exists beside all that a block's backward needs."""
+    """It exists whole beside its sum while the head computes: 1 GB of an 8B model."""
     for tokens, expected in ((512, True), (32768, False)):
         case = ask(LLAMA, "2x4090", method="full", max_seq_length=tokens, num_microbatches=4)
         stages = even_cut(len(case.costs.layers), 1, 1)
@@ -217,7 +213,6 @@ def test_the_gradient_of_the_heads_matrix_counts_where_activations_leave_no_room
 
 
 def test_workers_beyond_the_stages_each_hold_the_heads_logits() -> None:
-    """Two workers of one stage compute it at once, and the later one's gradients wait."""
     case, cuts = on_processor(), (((), ((0, 31),)), ((), ((16, 31), (0, 15))))
     one, two = (Need(cpu_workers_need(case, cut, microbatches_per_round=2)) for cut in cuts)
     gradients = sum(layer.grad_bytes for layer in case.costs.layers)
@@ -260,7 +255,6 @@ def test_what_solve_finds_fits_and_one_more_does_not(model: str, hardware: str) 
     [(LLAMA, "2x3090", "full"), (LLAMA, "1x4090", "lora"), (QWEN, "2x4090", "lora"), (LARGE, "8x4090", "lora")],
 )
 def test_limits_for_the_planner_make_every_cut_fit(model: str, hardware: str, method: str) -> None:
-    """The largest stages that the limits allow, all at once, keep within the device."""
     case = ask(model, hardware, method=method, micro_batch_size=2)
     limits = stage_limits(case)
     assert limits.forward_bytes and limits.backward_bytes and limits.head_bytes
@@ -382,8 +376,7 @@ def test_every_part_of_a_devices_need_by_hand() -> None:
 
 
 def test_kept_activations_are_counted_once() -> None:
-    """Twice, where the largest stage was of kept blocks, and by `recompute: layer` as a block's input: 0.65 of the plan
-    was used, and what fits was refused."""
+    """By `recompute: layer` and for the largest stage they counted twice, and what fits was refused."""
     stages = ((0, 3), (4, 63)), ((64, 65), (60, 63), (0, 59))
     for changes, at_work, count in (
         ({"keep_blocks": 64}, 0, 64),

@@ -110,10 +110,7 @@ def test_what_was_said_before_the_file_is_open_is_in_it(tmp_path: Path) -> None:
 
 
 def test_words_are_shown_behind_the_step_that_they_followed(tmp_path: Path) -> None:
-    """Also where the step's timeline is written later, and the run continues from before them.
-
-    Story: `watch` and the page said that a device was lost at step 4, and then showed step 3.
-    """
+    """Story: `watch` and the page said that a device was lost at step 4, and then showed step 3."""
     lost = DeviceLost(0.0, 1, "cuda:1", "step 4", "CUDA error", ("cuda:0",))
     first = StepFinished(1, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
     steps = [replace(first, step=step) for step in (1, 2, 3, 4)]
@@ -137,7 +134,6 @@ def test_timelines_are_rare_but_the_last_three_are_there(tmp_path: Path) -> None
 
 
 def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run: samples thin out evenly, rare events all stay."""
     monkeypatch.setattr(telemetry, "MAX_FILE_BYTES", 20_000)
     samples: list[Event] = [Sample(float(n), n, n, n, ()) for n in range(3000)]
     lines = record(tmp_path, [EVENTS[1], *samples, RunStopped("end")], step_s=1.0)
@@ -163,7 +159,6 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch
 # --- signals ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Those of signals are afterwards as they were."""
     before = {number: signal.getsignal(number) for number in (*EXIT_CODES, signal.SIGALRM)}
     yield
     for number, handler in before.items():

@@ -118,7 +118,6 @@ def fills(text: str, lines: int) -> bool:
 
 @needs_tmux
 def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
-    """The middle of a run, which waits there, at four sizes; Ctrl-Z, save, Ctrl-C twice."""
     screen.type(f"{SLOW} {FINETUNE}")
     screen.wait_for("/9", "worker 0 · cpu", "worker 1 · cpu", "tokens/s", "p pause", "● training")
     assert screen.is_alternate()
@@ -147,7 +146,6 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, model: Path) -> None:
-    """The frame that stays, and what is said below it."""
     work = make_workspace(tmp_path / "w", model, num_train_epochs=3, save_steps=1000, **STAGES)
     words = (work, 80, "finetune", "recipe.yaml")
     shown = on_a_terminal(*words, turns=[("● training", "q")], code=130, ROUNDPIPE_FAULT="compute:slow=0.2")
@@ -191,7 +189,6 @@ def test_a_worker_that_fails_leaves_the_terminal_clean(screen: Screen) -> None:
 
 # --- without a terminal -----------------------------------------------------------------------------------------------
 def test_events_are_dropped_and_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody reads the queue: telling goes on at once, and what is dropped is counted."""
     live = LiveDashboard(Terminal(), Console(), time.time, {})
     started_s = time.monotonic()
     for number in range(10 * MAX_QUEUED):

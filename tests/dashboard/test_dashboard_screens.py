@@ -102,7 +102,6 @@ def state_in(state: str, num_workers: int, *, gpu: bool = True) -> DashboardStat
 
 
 def training(num_workers: int) -> tuple[tuple[tuple[float, Event], ...], DashboardState]:
-    """The recorded run, and the state in its middle."""
     return run_in("training", num_workers), state_in("training", num_workers)
 
 
@@ -188,7 +187,6 @@ def test_preference_pairs_show_their_rewards() -> None:
 
 
 def test_the_time_left_counts_down_between_steps() -> None:
-    """And the time of day of the end stands still."""
     _, state = training(2)
     seen_s = state.step_seen_s
     assert state.step is not None
@@ -240,8 +238,7 @@ def work(kind: str, start_s: float, end_s: float, lane: str = "compute") -> Span
 
 @pytest.mark.parametrize("num_spans", [9_000, 30_000])
 def test_very_many_pieces_of_work_keep_their_shares(num_spans: int) -> None:
-    """Of a step with 95 stages and 64 microbatches only the last 4,000 pieces of a worker were kept: most of its lane
-    showed it idle."""
+    """Of a step with 95 stages and 64 microbatches most of a worker's lane showed it idle."""
     spans, at_s, step_s, width = [], START_S, 10.0, 196
     for index in range(num_spans):
         seconds = step_s / num_spans * (0.5 + index % 7 / 8)
@@ -275,7 +272,6 @@ def test_kinds_of_work_have_their_share_of_a_lane(num_workers: int, width: int) 
 
 
 def test_a_moving_lane_does_not_flicker() -> None:
-    """Whatever the moment, a piece of work has the same characters; it only moves left."""
     spans = [work("FRB"[n % 3], 0.37 * n, 0.37 * n + 0.3) for n in range(100)]
     before = ""
     for moment in range(200):
@@ -322,7 +318,5 @@ def test_means_are_weighted_by_the_length_of_the_step() -> None:
 if __name__ == "__main__":
     os.environ["TZ"] = "UTC"
     time.tzset()
-    for each in SCREENS:
-        (GOLDEN / f"{each}.txt").write_text(
-            "\n".join(line.rstrip() for line in lines_of(each)) + "\n", encoding="utf-8"
-        )
+    for one in SCREENS:
+        (GOLDEN / f"{one}.txt").write_text("\n".join(line.rstrip() for line in lines_of(one)) + "\n", encoding="utf-8")

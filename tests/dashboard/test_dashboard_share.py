@@ -59,10 +59,7 @@ def test_without_a_step_there_is_no_picture() -> None:
 @pytest.mark.parametrize("from_zero", [False, True])
 @pytest.mark.parametrize("values", [(0.0, 0.0), (2.0, 2.0), (-1.0, 3.0), (1e-9, 1e9), (0.0,)])
 def test_a_curve_of_any_values_lies_in_its_picture(values: tuple[float, ...], from_zero: bool) -> None:
-    """Also of a rate that is 0 in every step."""
-    series = Series(
-        "rate", [(float(step), abs(value) if from_zero else value) for step, value in enumerate(values)], "c"
-    )
+    series = Series("rate", [(float(n), abs(y) if from_zero else y) for n, y in enumerate(values)], "c")
     root = xml.etree.ElementTree.fromstring(curves([series], STEPS, title="Rate", height=200, from_zero=from_zero))
     drawn = [each for each in root.iter() if each.tag in (f"{SVG}polyline", f"{SVG}circle")]
     pairs = [pair.split(",") for each in drawn for pair in each.get("points", "").split()]

@@ -142,16 +142,14 @@ def test_what_the_host_does_beside_the_pipeline_is_said() -> None:
     row = _row(step_s=10.0)
     found = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, row)]))
     assert found is not None and found.host_part_s == 2.0
-    assert found.text().endswith(
-        "; besides, all workers waited 2 s while the host prepared microbatches or ended an update"
-    )
+    besides = "; besides, all workers waited 2 s while the host prepared microbatches or ended an update"
+    assert found.text().endswith(besides)
     pairs = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, replace(row, preference={"rewards": 0.0}))]))
     assert pairs is not None and pairs.host_part_s == 0.0, "workers may have computed the base model's part"
 
 
 @pytest.mark.parametrize("num_workers", [1, 4, 8])
 def test_causes_sum_to_the_idle_time(num_workers: int) -> None:
-    """One definition: what is not busy is waiting."""
     state, timeline = fold_all(recorded_run(num_workers)), recorded_step(num_workers)
     assert state.timeline is not None
     for worker, share in enumerate(utilization(timeline)):

@@ -88,7 +88,6 @@ def test_what_a_run_records(finished: Path) -> None:
 
 
 def test_every_prefix_of_the_files_can_be_followed(finished: Path, tmp_path: Path) -> None:
-    """Killed at any byte: what is whole is told, and what comes later is told once."""
     data = {name: (finished / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
     whole = [type(event) for _, event in RunFiles(finished).poll()[1]]
     assert whole.count(StepFinished) == 3 and RunStarted in whole
@@ -167,7 +166,6 @@ def test_watch_prints_one_line_per_step(finished: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_watch_of_a_run_without_a_step_says_so(tmp_path: Path, options: list[str]) -> None:
-    """It printed nothing at all."""
     (tmp_path / "report.json").write_text("{}")
     out, err = said("watch", str(tmp_path), "--no-follow", *options)
     assert out == "" and "no step of this run is finished" in err
@@ -183,7 +181,6 @@ def test_a_page_and_a_picture_in_one_go(finished: Path, tmp_path: Path, monkeypa
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 def test_figures_equal_those_of_the_trace(finished: Path) -> None:
-    """Bubble ratio and utilization, within one point."""
     state = fold_all(RunFiles(finished).poll()[1])
     trace = json.loads((finished / "trace.json").read_text())["traceEvents"]
     spans = [event for event in trace if event["ph"] == "X" and event["tid"] == 0]
@@ -212,8 +209,6 @@ def test_comparison_says_how_far_off() -> None:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 class Parsed(HTMLParser):
-    """Tags and addresses of a page."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
@@ -279,8 +274,7 @@ def write_files(folder: Path, events: Sequence[tuple[float, Event]]) -> Path:
 
 
 def test_a_run_that_is_over_is_told_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its lines are read in no time, so workers were looked at in the first and the last step only; and of a run that
-    stopped the last step was not the last one."""
+    """Its lines are read in no time: workers were looked at in the first and the last step only."""
     events = recorded_run(2)
     watch([str(write_files(tmp_path, [*events, (events[-1][0], RunStopped("stopped by SIGINT"))]))], verbose=True)
     said = capsys.readouterr().err

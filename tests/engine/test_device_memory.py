@@ -97,7 +97,6 @@ def test_a_cache_that_is_given_up_is_free_at_once() -> None:
 
 @pytest.mark.usefixtures("quick_collections")
 def test_no_room_for_the_weight_cache_is_out_of_device_memory() -> None:
-    """Which `on_oom: adapt` knows what to do about; and the engine goes on without a cache."""
     rig, schedule, _ = rig_and_stages()
     backend = Counting(most_bytes=sum(layout.num_bytes for layout in rig.store.layouts[1:]) - 1)
     with engine_on(rig, backend, 1 << 30) as engine:
@@ -116,7 +115,6 @@ class Broken(CpuBackend):
 
 
 def test_an_error_that_a_lane_meets_ends_the_run_with_its_words() -> None:
-    """Not as a step that stands still until the watchdog comes."""
     rig = make_rig("llama", "lora")
     started_s = time.monotonic()
     backends = [CpuBackend(1, copy=True), Broken(1, copy=True)]
@@ -149,7 +147,6 @@ def one_f_one_b() -> Schedule:
 
 
 def bits(rig: Rig, schedule: Schedule, **options: Any) -> tuple[object, ...]:
-    """Everything that must not change."""
     with rig.engine(schedule.num_workers, seed=3, head_chunk_tokens=8, **options) as engine:
         result = engine.run_step(random_microbatches(SIZES), schedule, step=0)
     gradients = tuple(gradient.numpy().tobytes() for gradient in rig.store.gradients)
@@ -175,7 +172,6 @@ def test_no_bit_changes(name: str) -> None:
 
 
 def test_kept_blocks_are_not_computed_again() -> None:
-    """Their forward runs once: the calls of each block are counted."""
     rig = make_rig("llama", "lora")
     calls = []
     for keep_blocks in (0, 1, 3):
@@ -190,7 +186,6 @@ def test_kept_blocks_are_not_computed_again() -> None:
 
 
 def test_memory_of_what_is_kept() -> None:
-    """Each kept block costs its activations of every microbatch of the round, and no weights."""
     rig = make_rig("llama", "full", hidden_size=128, intermediate_size=512)
     microbatches = random_microbatches([(2, 16)] * 3)
     schedule = dealt([(0, 1), (2, 3)], [(HEAD, HEAD), (2, 3), (0, 1)], 1, 3, per_round=3)

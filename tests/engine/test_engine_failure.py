@@ -49,7 +49,6 @@ def run_steps(rig: Rig, engine: Engine, num_steps: int = NUM_STEPS) -> list[Step
 
 
 def bits(rig: Rig, engine: Engine) -> list[object]:
-    """Everything of a step that must not change."""
     (result,) = run_steps(rig, engine, 1)
     return [result.loss.hex(), *(gradient.numpy().tobytes() for gradient in rig.store.gradients)]
 
@@ -95,8 +94,7 @@ def test_a_fault_is_raised_once_with_its_place(
 
 @pytest.mark.parametrize(("num_microbatches", "num_chunks"), [(2, 1), (1, 2)])
 def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_microbatches: int, num_chunks: int) -> None:
-    """Story: of a boundary that is in no program, one said `a worker failed: KeyError: <Kind.DOWNLOAD: 'D'>`, and a
-    device that was lost in it ended the run, as if the program had a bug."""
+    """Story: that of a boundary in no program was a `KeyError`, and a device lost in it ended the run."""
     schedule = profile_schedule(rig.num_layers, 2, num_microbatches * num_chunks, num_chunks)
     with rig.engine(2, copy=True) as engine:
         for nth in itertools.count(1):
@@ -151,10 +149,7 @@ def test_one_error_comes(
 def test_a_stuck_worker_ends_the_step(
     rig: Rig, ask: Ask, new_threads: Threads, point: str, num_workers: int, monkeypatch: Patch, capfd: Screen
 ) -> None:
-    """It is named, and its device counts as lost: also where it is the only one.
-
-    Story: alone it ended a run with exit code 1, as a bug of the program, and named no device.
-    """
+    """Story: an only worker ended a run with exit code 1, as a bug of the program, and no device was named."""
     monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
     monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
     ask(f"{point}:hang:step=1:worker=0:nth=2")
@@ -170,7 +165,6 @@ def test_a_stuck_worker_ends_the_step(
 def test_fewer_workers_compute_the_step_again(
     rig: Rig, ask: Ask, new_threads: Threads, hang: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three workers, then two, then one, to the same bits; a thread that hangs is left behind, and not waited for."""
     monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
     with rig.engine(1, copy=True) as engine:
         expected = bits(rig, engine)
@@ -234,7 +228,6 @@ def test_what_is_being_copied_lives_until_its_device_is_done(rig: Rig, monkeypat
 
 
 def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:
-    """A step far longer than the watchdog's time goes on as long as something moves."""
     ask("compute:slow=0.08")
     with rig.engine(2, copy=True, watchdog_s=0.8) as engine:
         started_s = time.monotonic()
@@ -242,11 +235,7 @@ def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:
         assert time.monotonic() - started_s > 0.8
 
 
-def test_an_interrupt_in_the_caller_ends_the_workers(
-    rig: Rig, new_threads: Threads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C while the caller waits: workers leave at once, and the engine cannot be used any more."""
-
+def test_an_interrupt_in_the_caller_ends_the_workers(rig: Rig, new_threads: Threads, monkeypatch: Patch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

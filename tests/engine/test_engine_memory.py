@@ -147,8 +147,7 @@ def test_live_bytes_stay_within_the_bound(deep: Rig, blocks_per_stage: int, reco
 
 
 def test_peak_does_not_grow_with_rounds(rig: Rig) -> None:
-    """Each round more would add two microbatches' tensors; when one of them is freed, and small ones beside it, depends
-    on the threads' turns."""
+    """Each round more would add two microbatches' tensors; when one is freed depends on the threads' turns."""
     two_rounds, three_rounds = (run(rig, cut(rig, 2, count)).device_peak_bytes for count in (4, 6))
     boundary = ROWS * TOKENS * HIDDEN * 4
     assert max(three_rounds) <= max(two_rounds) + 1.5 * boundary

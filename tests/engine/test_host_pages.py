@@ -66,9 +66,7 @@ def fake_system(folder: Path, memory: str | None, huge: str | None, online: str 
         ("0-x", "[always]", HostLayout((), "always"), True),
     ],
 )
-def test_what_the_system_says(
-    memory: str | None, huge: str | None, expected: HostLayout, gives: bool, tmp_path: Path
-) -> None:
+def test_what_the_system_says(memory: Any, huge: Any, expected: HostLayout, gives: bool, tmp_path: Path) -> None:
     found = host_layout(fake_system(tmp_path, memory, huge))
     assert (found, found.gives_huge_pages) == (expected, gives)
     assert host_layout(tmp_path / "nowhere") == HostLayout((), None)
@@ -148,9 +146,7 @@ def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
         (HostLayout((), None), {}),
     ],
 )
-def test_doctor_says_what_it_found(
-    layout: HostLayout, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_what_it_is(layout: HostLayout, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "host_layout", lambda: layout)
     found = list(checks._host_layout())
     assert {check.name: check.state for check in found} == expected
@@ -224,7 +220,6 @@ def test_a_process_that_plans_keeps_the_pages_of_its_temporaries() -> None:
 
 
 def test_unused_heap_is_given_back_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Giving back takes at most a hundredth of the time."""
     now, trims = [0.0], []
     monkeypatch.setattr(heap_module.time, "monotonic", lambda: now[0])
     heap = UnusedHeap()
@@ -281,8 +276,7 @@ def test_the_norm_of_a_large_layer_needs_little_memory(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("num_rows", "rest"), [(0, 0), (0, 1), (1, 777), (40_000, 5)])
 def test_squares_have_the_same_bits_with_any_number_of_threads(num_rows: int, rest: int) -> None:
-    """An embedding of 622M parameters was squared by one thread, for 2.4 s at the end of every step. More rows than
-    torch sums by one thread."""
+    """One thread squared an embedding of 622M parameters, for 2.4 s a step. Up to more rows than torch sums by one."""
     generator = torch.Generator().manual_seed(rest)
     flat = torch.randn(num_rows * SQUARED_ELEMENTS + rest, generator=generator) * 1e-4
     threads, found = torch.get_num_threads(), set[str]()
@@ -428,8 +422,7 @@ def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkey
 
 
 def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though they alone had room in memory; where the plan has room for all, they stay there, unless other programs
-    have that room."""
+    """Or where other programs have the room, though the weights alone had room in memory."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 8192}
     folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", **sizes))
     monkeypatch.chdir(folder)

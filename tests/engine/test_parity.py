@@ -48,7 +48,6 @@ DROPOUT = [
 
 
 def set_weights(plain: nn.Module, store: WeightStore) -> None:
-    """Give `plain` the engine's float32 weights."""
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if parameter.requires_grad:
@@ -117,10 +116,7 @@ def test_three_steps_agree_with_plain_pytorch(model_type: str, method: str) -> N
 
 
 @pytest.mark.parametrize(("model_type", "method", "lora_dropout", "changes"), DROPOUT)
-def test_a_step_agrees_with_dropout(
-    model_type: str, method: str, lora_dropout: float, changes: dict[str, float]
-) -> None:
-    """Of gpt2 two, whose masks differ."""
+def test_a_step_agrees_with_dropout(model_type: str, method: str, lora_dropout: float, changes: dict[str, Any]) -> None:
     rig = make_rig(model_type, method, lora_dropout=lora_dropout, kernels="auto", **changes)
     check_parity(rig, 11, num_steps=1 + (model_type == "gpt2"), copy=True, head_chunk_tokens=1024)
 

@@ -70,7 +70,6 @@ def test_random_orders_of_every_dealing(dealing: Options) -> None:
 
 @pytest.mark.parametrize(("name", "num_workers", "num_microbatches"), [("roundpipe", 1, 2), ("roundpipe", 2, 1)])
 def test_all_orders_of_a_small_step(name: str, num_workers: int, num_microbatches: int) -> None:
-    """Every state that any order of moves leads to, each visited once."""
     program = program_of(name, num_workers, num_microbatches, num_blocks=2)
     first = Machine(Facts(program, num_chunks=1))
     seen, todo = {first.key()}, [first]
@@ -162,11 +161,8 @@ def rows(result: Emulated) -> list[list[str]]:
 @pytest.mark.parametrize("way", [{"staleness": 0}, {"staleness": 1}, {"after_update": True}], ids=str)
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
-    name: str, num_workers: int, way: dict[str, Any]
-) -> None:
-    """No path through the program is longer than the simulated one by more than all that was issued too late. Workers
-    differ in speed, and a step may begin with updates."""
+def test_without_bytes_the_emulation_is_late_at_most(name: str, num_workers: int, way: dict[str, Any]) -> None:
+    """No path through the program is longer than the simulated one by more than all that was issued too late."""
     model = replace(timed_costs(with_bytes=False), worker_speed=(1.0, 0.5, 0.8)[:num_workers])
     rounds = {"num_steps": 2, **way}
     if rounds.pop("after_update", False):

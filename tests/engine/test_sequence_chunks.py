@@ -119,7 +119,6 @@ TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 8))
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounds to float32 otherwise."""
     for name in ("float32", "float"):
         monkeypatch.setattr(torch, name, torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -134,11 +133,8 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         for chunks in (4, 8)
     ],
 )
-def test_a_gated_delta_rule_goes_on_where_the_chunk_before_ended(
-    model_type: str, chunks: int, in_float64: None
-) -> None:
-    """With its recurrent state and the inputs that its convolution still needs, also in chunks of one token. In float64
-    chunks are whole sequences but for 1e-10; in float32, where both round, they are up to 4e-5 apart."""
+def test_a_gated_delta_rule_goes_on_where_a_chunk_ended(model_type: str, chunks: int, in_float64: None) -> None:
+    """In float64 chunks are whole sequences but for 1e-10; in float32, where both round, they are up to 4e-5 apart."""
     microbatches = random_microbatches([(1, 9), (2, 8)])
     rig = make_rig(model_type, config=hybrid_config(model_type), dtype=torch.float64)
     rig.store.gradients = [torch.zeros(one.num_trainable_elements, dtype=torch.float64) for one in rig.store.layouts]
@@ -166,9 +162,7 @@ def compare_packed(rig: Rig, rows: Sequence[Sequence[int]], chunks: int, toleran
     """A step of packed chunks with loss and gradients of each row alone, by plain PyTorch."""
     each = [rows_of(*lengths) for lengths in rows]
     loss = plain_step(rig, [row for rows in each for row in rows])
-    assert chunk_step(rig, [packed(rows) for rows in each], chunks, **options).loss == pytest.approx(
-        loss, rel=tolerance
-    )
+    assert chunk_step(rig, [*map(packed, each)], chunks, **options).loss == pytest.approx(loss, rel=tolerance)
     assert_gradients_equal(rig, tolerance)
 
 
@@ -192,8 +186,7 @@ def test_packed_chunks_are_whole_rows_alone(model_type: str, by_rows: bool) -> N
     ],
 )
 def test_packed_chunks_differ_by_rounding_alone(model_type: str, in_float64: None) -> None:
-    """State of a gated delta rule and of its convolution begins anew with each row, and goes on with the next chunk.
-    In float32 the one number of apertus' activation, a sum over all tokens, is up to 8e-5 apart."""
+    """In float32 the one number of apertus' activation, a sum over all tokens, is up to 8e-5 apart."""
     config = hybrid_config(model_type) if model_type in GATED_DELTA else None
     config = tiny_config_of(model_type) if model_type == "apertus" else config
     rig = make_rig(model_type, config=config, dtype=torch.float64)
@@ -245,9 +238,7 @@ def test_chunks_on_cards_attend_without_masks(model_type: str, rows: Any, monkey
 
 
 @pytest.mark.parametrize(("changes", "without"), [({"packed": True}, True), ({"masked": True}, False)])
-def test_the_allocators_peak_is_what_plan_counts(
-    changes: dict[str, Any], without: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_allocators_peak_is_what_plan_counts(changes: Any, without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: masks and repeated keys of chunks took 1.08 to 1.41 times what `plan` counted."""
     monkeypatch.setattr(memory_table, "SEQUENCE_TOKENS", 512)
     monkeypatch.setitem(memory_table.SIZES, "vocab_size", 2000)
@@ -268,9 +259,7 @@ def test_the_allocators_peak_is_what_plan_counts(
         ("mistral", {"tie_word_embeddings": True}, 6, ((1, 3), (1, 9))),
     ],
 )
-def test_any_number_of_key_heads_and_chunks_even_more_than_tokens(
-    model_type: str, changes: Any, chunks: int, sizes: Any
-) -> None:
+def test_any_number_of_key_heads_and_chunks(model_type: str, changes: Any, chunks: int, sizes: Any) -> None:
     compared(make_rig(model_type, **changes), sizes, chunks)
 
 
@@ -422,8 +411,7 @@ GEMMA4 = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8}
 def test_a_run_counts_masks_where_its_chunks_have_them(
     model_type: str, changes: Any, without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: those of sinks, of values narrower than keys and with dropout were not counted; heads of two widths ended
-    the run."""
+    """Story: those of sinks, narrow values and dropout were not counted; heads of two widths ended the run."""
     folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model", model_type, **changes))
     setup, found = setup_of(folder, "pipeline.sequence_chunks=3", "dtype=bfloat16"), list[list[float]]()
     monkeypatch.setattr(attention, "_least_capability", (9, 0))
@@ -468,7 +456,6 @@ def test_chunks_of_eight_tokens_are_accepted(recipe: Path) -> None:
 
 
 def test_rows_shorter_than_chunks_are_reported() -> None:
-    """They are padded, and a run on them takes as long as on long ones."""
     lengths = np.array([3, 4, 9])
     assert describe_padded_to_chunks(lengths, 1) is None
     assert str(describe_padded_to_chunks(lengths, 8)).startswith("2 of 3 rows have fewer tokens than")

@@ -55,12 +55,9 @@ def expected_bits(name: str) -> Bits:
 
 @pytest.mark.parametrize(("name", "seeds"), RUNS)
 def test_the_bits_are_those_of_the_processor(name: str, seeds: tuple[int, ...]) -> None:
-    """Two unlike cards, whatever the host learns late of events; every other run with copies put off.
-
-    Threads that issue never wait for a device, beyond a constant table uploaded once: copies from ordinary memory,
-    `.cpu()`, `tensor[0] = 1` and numbers asked for would each hold up all that a thread issues. The end of a step waits
-    for its losses, in the caller's thread; an early update for its sum of squares.
-    """
+    """Two unlike cards, whatever the host learns late of events.
+    Threads that issue never wait for a device, beyond a constant table uploaded once; the end of a step waits for its
+    losses, in the caller's thread, an early update for its sum of squares."""
     case = CASES[name]
     for seed in seeds:
         found, simulation = case.simulated(seed, lazy=seed % 2 == 1)
@@ -85,11 +82,8 @@ def test_experts_in_mxfp4_are_as_unpacked_ones_on_cards() -> None:
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_trained_head_in_chunks_has_plain_pytorchs_gradient(dtype: torch.dtype, narrow: bool) -> None:
-    """Story: torch refuses unrounded sums of float16 products while those may add up in float16, and a full run of the
-    published setting ended in its first step; no case had a trained head in chunks in 16 bit.
-
-    In 16 bit the rest of the model rounds too: the head's error is that of all layers.
-    """
+    """Story: torch refuses unrounded sums of float16 products while those may add up in float16, and a full run ended
+    in its first step. In 16 bit the rest of the model rounds too: the head's error is that of all layers."""
     case = replace(CASES["head-in-chunks"], model={"dtype": dtype}, float16_accumulation=narrow)
     rig = case.rig()
     found, simulation = case.simulated(0, rig=rig)
@@ -109,8 +103,7 @@ def test_a_trained_head_in_chunks_has_plain_pytorchs_gradient(dtype: torch.dtype
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["axk1", "dbrx"])
 def test_attention_and_experts_of_other_kinds(model_type: str, method: str) -> None:
-    """Heads whose keys and values differ in width, and experts chosen by `one_hot`; all types by a script. Adapted
-    experts of axk1 are multiplied by torch's grouped product, which a card rounds in its own way."""
+    """Heads whose keys and values differ in width, and experts by `one_hot`; a card rounds axk1's in its own way."""
     found = step_of(tiny_config_of(model_type), method)
     assert found.startswith("equal") or ((model_type, method) == ("axk1", "lora") and float(found[6:13]) < 1e-5), found
 

@@ -71,8 +71,7 @@ def test_what_is_said_of_a_card() -> None:
 
 
 def test_a_card_of_another_maker_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives AMD's numbers in the same place, where they would choose NVIDIA's kernels: also those of attention,
-    which took 10.3 for a card with flash attention."""
+    """torch gives AMD's numbers in the same place, where they would choose NVIDIA's kernels and attention."""
     with simulated(cards=[Card("Simulated gfx1030", capability=(10, 3))]):
         ours = cuda.CudaBackend(0).capability
         make_backends(["cuda:0"], 1)
@@ -125,11 +124,8 @@ def test_a_card_without_bfloat16_trains_in_float16(dtype: str, names: tuple[str,
         (Card(total_bytes=0), None, True),
     ],
 )
-def test_what_a_run_changes_of_torch(
-    card: Card, variable: str | None, grows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Segments that grow, unless the user or the driver has it otherwise, also on a full card; no plans of cuDNN for
-    every new length; lanes do not wait 5 ms for the interpreter; narrow sums of float16 where a recipe says so."""
+def test_changes_of_torch(card: Card, variable: str | None, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that grow, no plans of cuDNN, narrow sums of float16 where a recipe says so."""
     before_s = sys.getswitchinterval()
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -203,8 +199,7 @@ def test_page_locked_memory_refused_for_transfers(expected: Bits) -> None:
 def test_weights_leave_page_locked_memory_to_boundaries(
     on_wsl: bool, expected: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary. What is not locked
-    went straight to cards, so that lanes waited for each copy of it; now it goes through a ring that is locked."""
+    """On WSL2 weights took all that may be locked: cards waited for each copy. The rest goes through a locked ring."""
     assert cuda.NUM_RING_PIECES * cuda.RING_PIECE_BYTES == PINNED_RING_BYTES, "what plan counts"
     monkeypatch.setattr(page_locks, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
     monkeypatch.setattr(cuda, "RING_PIECE_BYTES", 512)
@@ -296,8 +291,7 @@ def test_the_speed_of_a_link_is_that_of_each_direction(monkeypatch: pytest.Monke
 
 
 def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
-    """A GPU that is done with an operation as soon as its last launch comes may have waited in it: that was shown as
-    arithmetic."""
+    """A GPU that is done as soon as its last launch comes may have waited: that was shown as arithmetic."""
     op: Any = None  # which one does not matter
     with simulated():
         backend = cuda.CudaBackend(0)

@@ -38,7 +38,6 @@ def tokens_of(model: Any, prompts: Sequence[list[int]] = PROMPTS, num_tokens: in
 
 @contextmanager
 def streaming(rig: Rig, backends: Sequence[Backend], budget_bytes: int) -> Iterator[tuple[Any, list[DevicePlan]]]:
-    """A copy of the rig's skeleton that fetches its weights."""
     plans = plan_devices([one.num_bytes for one in rig.store.layouts], len(backends), budget_bytes)
     with StreamedModel(rig.skeleton, rig.split, rig.store, list(zip(backends, plans, strict=True))) as streamed:
         yield streamed.model, plans
@@ -92,7 +91,6 @@ def test_devices_and_what_they_keep_change_no_token(num_devices: int, layers_kep
 @pytest.mark.parametrize(("model_type", "packed_as"), [("llama", None), ("gpt_oss", "mxfp4")])
 @pytest.mark.parametrize("layers_kept", [0, 1])
 def test_cards_answer_as_the_processor_does(model_type: str, packed_as: Any, layers_kept: int) -> None:
-    """On simulated cards, which refuse what is read before it is there, or on the wrong one."""
     rig = make_rig(model_type, "lora", num_hidden_layers=6, packed_as=packed_as)
     largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
     expected = alone(rig.plain)

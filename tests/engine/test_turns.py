@@ -112,7 +112,6 @@ def test_a_turn_ends_with_its_error_and_may_be_taken_within_itself() -> None:
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of others that are each short enough, or one whose beginning nobody knows."""
     monkeypatch.setattr(module, "MOST_STUCK_TURNS", 2)
     turns = IssueTurns(stuck_s=0.01)
     with stuck_pass(turns, within_itself=True):

@@ -142,7 +142,6 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]) -> None:
-    """Three workers, full fine-tuning; LoRA is compared with plain PyTorch below."""
     model, overrides = CASES[name]
     overflow_step = 1 if name.endswith("overflow") else None
     if overflow_step is not None:
@@ -162,7 +161,6 @@ def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], as
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_plain_pytorch_loop(method: str, tmp_path: Path, models: dict[str, Path]) -> None:
-    """Nothing of the engine in the reference: an ordinary module, `backward()`, torch's clipping by hand and AdamW."""
     folder, words = workspace(tmp_path, models[MODEL_OF[method]]), [*FLOAT32, f"method={method}"]
     trainer = train(setup_of(folder, *words), folder)
     ours = [row["loss"] for row in metrics(folder / "out")]
@@ -188,8 +186,7 @@ def test_plain_pytorch_loop(method: str, tmp_path: Path, models: dict[str, Path]
     [("llama", [0], False), ("gemma3_text", [4], True), ("gpt2", [0, 4], False), ("camembert", [0, 4], False)],
 )
 def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: list[int], copy: bool) -> None:
-    """The tied table, which gets a gradient from the embedding too, is given last, also where its first name is the
-    head's (camembert) or the embedding has weights of its own beside it; all else during the backward."""
+    """The tied table last, also where its first name is the head's (camembert), all else during the backward."""
     rig = make_rig(model_type)
     optimizer = HostOptimizer(rig.store)
     given: list[int] = []
@@ -258,7 +255,6 @@ def test_the_error_of_an_update_is_that_of_all_who_wait(
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
-    """And it goes over the same lanes, where weights are uploaded, past those that wait."""
     rig = make_rig("llama", num_hidden_layers=4)
     last, microbatches = rig.num_layers - 1, random_microbatches(SIZES)
     with rig.engine(2, copy=copy) as engine, ThreadPoolExecutor(1) as pool:

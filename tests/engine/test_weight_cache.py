@@ -23,13 +23,11 @@ EVERYTHING = 10**9
 Bits = list[tuple[str, str, bytes]]
 
 
-def train(
-    rig: Rig, schedule: Schedule, cache: int, num_steps: int = 2, **options: Any
-) -> tuple[Bits, list[StepResult]]:
+def train(rig: Rig, schedule: Schedule, cache: int, steps: int = 2, **options: Any) -> tuple[Bits, list[StepResult]]:
     """A few steps with updates in between; what must not change, and the results."""
     bits, results = [], []
     with rig.engine(schedule.num_workers, copy=True, seed=3, weight_cache_bytes=cache, **options) as engine:
-        for step in range(num_steps):
+        for step in range(steps):
             result = engine.run_step(random_microbatches(SIZES), schedule, step=step, version=step)
             gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients)
             bits.append((result.loss.hex(), result.gradient_norm.hex(), gradients))
@@ -106,7 +104,7 @@ def test_memory_grows_by_the_budget_at_most() -> None:
     layouts, schedule = rigs[0].store.layouts, schedule_for(rigs[0], 2, len(SIZES))
     whole = sum(layout.num_bytes + 256 for layout in layouts[1:])
     without, some, full = (
-        max(train(rig, schedule, cache, num_steps=1, count_bytes=True)[1][0].device_peak_bytes)
+        max(train(rig, schedule, cache, steps=1, count_bytes=True)[1][0].device_peak_bytes)
         for rig, cache in zip(rigs, (0, whole // 3, EVERYTHING), strict=True)
     )
     turns = 4 * max(rows * tokens for rows, tokens in SIZES) * rigs[0].skeleton.config.hidden_size * 2
@@ -120,7 +118,6 @@ def test_memory_grows_by_the_budget_at_most() -> None:
 
 
 def test_other_schedules_in_between() -> None:
-    """Evaluation reads what is kept and leaves it; a new cut chooses anew."""
     rig = make_rig("llama", "lora", num_hidden_layers=4)
     microbatches = random_microbatches(SIZES)
     head = rig.num_layers - 1

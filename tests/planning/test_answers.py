@@ -60,7 +60,6 @@ def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatc
 
 @pytest.mark.parametrize("old, new", [(b"stages", b"stage"), (b"1", b"2"), (b"{", b"[" * 9000)])
 def test_a_damaged_answer_is_ignored_and_said(old: bytes, new: bytes, searches: list[object]) -> None:
-    """Whatever the file holds, the plan is made again, and the reader learns why it took longer."""
     first = plan()
     for path in cache_folder("plans").glob("*.json"):
         path.write_bytes(path.read_bytes().replace(old, new))
@@ -71,9 +70,7 @@ def test_a_damaged_answer_is_ignored_and_said(old: bytes, new: bytes, searches: 
     assert not Answers().damage and plan().step_s == first.step_s and len(searches) == 2, "it was repaired"
 
 
-def test_a_repeated_bench_simulates_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bench_again_simulates_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It took two to three times the processor time of one that remembers."""
     for as_json in (True, False):
 

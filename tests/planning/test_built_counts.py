@@ -87,8 +87,7 @@ def test_shipped_counts_are_those_of_the_built_model(tmp_path: Path, hub_id: str
 
 @pytest.mark.parametrize("hub_id", COUNTED)
 def test_shipped_counts_are_of_transformers_defaults(tmp_path: Path, hub_id: str) -> None:
-    """Of types that the tables do not count, so that they are planned without a network. The figures are the defaults
-    that transformers' documentation calls this model's style."""
+    """The defaults that transformers' documentation calls this model's style, planned without a network."""
     figures = shipped_figures()[hub_id]
     (tmp_path / "config.json").write_text(json.dumps(figures))
     found = find_config(hub_id)
@@ -116,8 +115,7 @@ def test_what_travels_beside_hidden_states_is_planned(tmp_path: Path, model_type
 
 @pytest.mark.parametrize("model_type", ["falcon", "deepseek_v2", "deepseek_v3", "glm4_moe", "bloom", "jamba", "mamba2"])
 def test_products_have_the_weights_of_the_built_model(tmp_path: Path, model_type: str) -> None:
-    """They were those of heads as the configuration has them: a fifth too many for Falcon, whose heads share one key,
-    and attention in blocks that have none."""
+    """They were those of the configuration's heads: a fifth too many for Falcon, and attention where there is none."""
     folder, _ = put_model(tmp_path, model_type)
     architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
     settings = TrainingSettings(64, method="full")
@@ -147,9 +145,7 @@ def test_latent_attention_has_the_width_of_its_heads(tmp_path: Path) -> None:
         ("codegen", {}, True),
     ],
 )
-def test_chunks_masks_are_counted_where_a_run_has_them(
-    model_type: str, changes: dict[str, Any], is_masked: bool, tmp_path: Path
-) -> None:
+def test_chunks_masks_are_counted_as_in_a_run(model_type: str, changes: Any, is_masked: bool, tmp_path: Path) -> None:
     """Story: values narrower than keys, heads too wide for the kernel and models' own attention had none in plans."""
     folder, _ = put_model(tmp_path, model_type, **changes)
     architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
@@ -162,8 +158,7 @@ SEEN = ("llama", "codegen", "vaultgemma", "granite_swa", "gpt_bigcode")
 
 @pytest.mark.parametrize("model_type", [*SEEN, *swept(sorted(COUNTED_TYPES.difference(SEEN)))])
 def test_the_tables_know_whose_attention_keeps_scores_or_drops_weights(model_type: str) -> None:
-    """Story: seven types with attention of their own were planned as if no scores were kept, and dropout, with which no
-    kernel takes a chunk, as if there was none."""
+    """Story: seven types with attention of their own were planned without scores, and dropout as if there was none."""
     config, defaults = tiny_config_of(model_type), CONFIG_MAPPING[model_type]()
     is_eager = build_skeleton(config, torch.bfloat16).config._attn_implementation == EAGER
     own = {key: value for key, value in config.to_dict().items() if key not in ATTENTION_DROPOUT}
@@ -216,9 +211,7 @@ def test_a_plan_counts_the_model_and_keeps_the_answer(
     folder, real = put_model(tmp_path, "cohere")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {folder}\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: {tmp_path}/out\nmax_seq_length: 64\n"
-    )
+    recipe.write_text(f"model: {folder}\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: out\nmax_seq_length: 64\n")
     answer = make_plan(load_recipe(recipe, STAGES), "1x4090", build_counts)
     assert answer.question.architecture.parameters == real
     lines = "\n".join([*plan_text(answer, None), *answer.assumptions])
@@ -249,7 +242,6 @@ def test_what_cannot_be_built_is_refused_or_stays_a_guess(
 
 
 def test_files_without_weights_are_refused(tmp_path: Path) -> None:
-    """`error: question.py:55, in _as_built: ZeroDivisionError`."""
     folder, _ = put_model(tmp_path, "gpt2")
     (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     for build in (None, build_counts):
@@ -297,7 +289,6 @@ def counted(folder: Path) -> Architecture:
 
 
 def _write_weights(folder: Path) -> list[str]:
-    """Names of the weights of the folder's configuration, written into it."""
     model = build_skeleton(load_config(ModelSource("here", folder)), torch.bfloat16)
     weights = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -340,7 +331,6 @@ def test_a_configuration_without_a_figure_is_counted_or_refused(missing: str) ->
 
 @pytest.mark.sweep
 def test_every_type_is_planned_or_refused(tmp_path: Path) -> None:
-    """By the configuration alone, and by the model that is built of it; never by an error of ours."""
     planned = by_configuration = 0
     for model_type in causal_types():
         with contextlib.suppress(NoTinyConfigError, RefusedError):

@@ -60,10 +60,8 @@ MACHINES: dict[str, tuple[list[Slot], str | None, str | None, list[str], str]] =
 }
 
 
-def set_up(
-    slots: list[Slot], chosen: str | None, order: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_nvidia_smi(slots, folder, monkeypatch)
+def set_up(slots: list[Slot], chosen: str | None, order: str | None, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nvidia_smi(slots, at, monkeypatch)
     for name, value in ((nvidia_smi.VISIBLE, chosen), (nvidia_smi.ORDER, order)):
         if value is None:
             monkeypatch.setenv(name, "")  # so that it is put back
@@ -97,7 +95,6 @@ def test_the_same_cards_in_the_same_order(machine: str, tmp_path: Path, monkeypa
 
 
 def test_cuda_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every command, and by whoever uses the backend alone."""
     for order, becomes in ((None, "PCI_BUS_ID"), ("", "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")):
         set_up([SLOW], None, order, tmp_path, monkeypatch)
         fresh(tmp_path, "--version").expect(0)

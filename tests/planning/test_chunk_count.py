@@ -162,7 +162,6 @@ def test_too_few_chunks_are_refused_with_the_number_that_fits(monkeypatch: pytes
 
 
 def test_chunks_are_named_where_they_make_whole_rows_faster() -> None:
-    """By 5 % and more; the rows stay whole, since bits would change."""
     words = ("method=full", "gradient_accumulation_steps=8")
     words += ("max_seq_length=65536",)
     long = make_plan(recipe("Qwen/Qwen3-1.7B", *words), f"8x4090,{SERVER}")
@@ -187,7 +186,6 @@ def test_remedies_go_with_the_other_keys_of_the_recipe() -> None:
 
 
 def test_no_plan_of_the_sweep_ends_in_an_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few of what `scripts/sweep_plans.py` tries."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
     failed, count = sweep(["HuggingFaceTB/SmolLM2-135M-Instruct"] * 3, [], tmp_path, strength=1)
     assert not failed and count >= 4

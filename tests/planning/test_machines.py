@@ -44,8 +44,7 @@ def planned(recipe: Path, hardware: str, *overrides: str) -> Plan:
 
 
 def test_a_slow_network_takes_the_step_and_a_fast_one_leaves_each_machines_own_part(recipe: Path) -> None:
-    """By a network of no bounds: the step of half the rows, whose updates run beside no other step. By a slow one:
-    every gradient once each way at its rate, but for what is sent while backward computes."""
+    """Each gradient once each way at its rate, but for what is sent while backward computes."""
     half = planned(recipe, ONE, "gradient_accumulation_steps=6")
     fast = planned(recipe, f"{ONE},machines=2,network_gb_per_s=1000000")
     slow = planned(recipe, f"{ONE},machines=2,network_gb_per_s=0.1")

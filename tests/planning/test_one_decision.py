@@ -104,8 +104,7 @@ def asked_by_bench(path: Path, words: list[str], machine: str) -> SimulationCase
 def test_the_three_commands_ask_the_same_and_get_the_same(
     recipe_of: Callable[[str, str], LoadedRecipe], name: str, machine: str, schedule: ScheduleName
 ) -> None:
-    """Earlier plan counted on 95 % of a GPU and finetune on 85, and bench knew no limits at all; looped bfs had 32
-    stages by plan and 24 by bench, interleaved 1f1b 32 and 16."""
+    """Earlier looped bfs had 32 stages by plan and 24 by bench, and finetune counted on another share of a GPU."""
     loaded = recipe_of(name, schedule)
     question = ask(loaded, machine)
     planned = stage_case(question)
@@ -131,8 +130,7 @@ def test_the_three_commands_ask_the_same_and_get_the_same(
 def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     recipe_of: Callable[[str, str], LoadedRecipe], name: str, machine: str, schedule: ScheduleName
 ) -> None:
-    """Earlier `bench` knew no weight cache: where all weights fit, `plan` kept each microbatch on one GPU (2.39 s for
-    Qwen3-1.7B on 2x3090, without the interpreter's time), and `bench` passed it on (2.87 s)."""
+    """Earlier `bench` knew no weight cache: it passed microbatches on where `plan` kept each on one GPU."""
     words = [*WORDS, f"pipeline.schedule={schedule}"]
     words.remove("pipeline.weight_cache=0")
     path = recipe_of(name, schedule).path

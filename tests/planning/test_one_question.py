@@ -43,8 +43,7 @@ def calls(folder: Path, *words: str) -> Counter[str]:
 
 
 def test_a_run_tries_each_candidate_once(two_blocks: Path, tmp_path: Path) -> None:
-    """Tokens of a microbatch and unpacking are decided before torch is loaded, and the run takes what was decided. One
-    with fixed keys asked three times, made the costs eight times and read config.json ten times."""
+    """It asked three times, made the costs eight times and read config.json ten times."""
     auto = {"micro_batch_size": None, "micro_batch_tokens": "auto", "packing": "auto", "load_in_fp8": True}
     folder = make_workspace(tmp_path / "work", two_blocks, max_steps=2, gradient_accumulation_steps=10, **auto)
     found = calls(folder, "finetune", "recipe.yaml")

@@ -74,8 +74,7 @@ def test_more_workers_are_never_slower() -> None:
 
 
 def test_no_step_is_faster_than_all_workers_at_work() -> None:
-    """One microbatch a step on four workers took no time at all: each step ends on another worker, and the second and
-    fourth of four ended at the same time."""
+    """One microbatch a step on four workers took no time: the second and fourth step ended at the same time."""
     rng = random.Random(7)
     cases = [(model(2, head=0.6, hop=0.0), 4, 1, 4)]
     cases += [
@@ -163,7 +162,6 @@ def test_default_time_is_that_of_the_simulator(boundary: int, tolerance: float) 
 
 
 def test_even_cut() -> None:
-    """Every block once in each direction, sizes that differ by at most one, the embedding beside the first block."""
     forward, backward = even_cut(9, 3, 2, beside_head=1)
     assert forward == ((0, 3), (4, 6))
     assert backward == ((7, 8), (5, 6), (3, 4), (0, 2))
@@ -185,7 +183,6 @@ def test_given_stages_get_few_equal_rounds(workers: int, room: int | None, chunk
 
 @pytest.mark.parametrize(("layers", "expected"), [(30, [20, 10, 7, 5, 4]), (60, [20, 10, 7])])
 def test_searched_rounds_are_equal(layers: int, expected: list[int]) -> None:
-    """No 8 + 8 + 4 among the rounds that the search tries."""
     costs = model(layers)
     task = _Task(SimulationCase(costs, 8, 20), StageSums(costs), tuple(range(8)), LIGHT)
     assert _round_sizes(task) == expected

@@ -37,9 +37,7 @@ def costs_of(model: dict[str, Any]) -> CostModel:
 
 
 def random_costs(rng: random.Random, num_blocks: int, num_workers: int) -> CostModel:
-    layers = [
-        LayerCost(f"block.{index}", rng.random(), rng.random(), rng.random() < 0.9) for index in range(num_blocks)
-    ]
+    layers = [LayerCost(f"block.{n}", rng.random(), rng.random(), rng.random() < 0.9) for n in range(num_blocks)]
     if rng.random() < 0.5:
         layers[0] = LayerCost("embed", 0.0, 0.0, False)
     layers.append(LayerCost("head", rng.random(), rng.random(), False))

@@ -94,7 +94,6 @@ def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None
 
 
 def test_a_235b_mixture_of_experts_in_little_memory() -> None:
-    """In a process of its own, without torch or a network."""
     words = ("plan", "qwen3-32b", "model=Qwen/Qwen3-235B-A22B", "--hardware", "8x4090", "--solve", "--json")
     done = python(
         "import os, sys\n"
@@ -306,8 +305,7 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
 
 
 def test_gains_of_the_engine_are_in_the_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the run leaves out of a recompute or keeps on the device, the plan does not count as time; its memory is in
-    tests/costs/test_memory_model.py."""
+    """What a run leaves out of a recompute or keeps on the device takes no time."""
     launched = ask(load(recipe, "pipeline.skip_last_projection=true"), "2x4090").costs.layers[1]
     assert launched.recomputed_s == launched.forward_s, "a product less is no shorter where launches bind"
     monkeypatch.setattr(analytic, "ISSUED_PER_S", ((1.0, math.inf),))
@@ -326,8 +324,7 @@ def test_gains_of_the_engine_are_in_the_plan(recipe: Path, monkeypatch: pytest.M
 
 
 def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
-    """A cut is judged with the host memory of its rounds' boundaries; where the fastest keeps too many, rounds are
-    shorter, and where those keep too many, stages are coarser."""
+    """Rounds are shorter where the fastest keep too many, and stages coarser where short ones do."""
     big = ("model=meta-llama/Llama-3.3-70B-Instruct", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
     words = (*AUTO, *big, "gradient_accumulation_steps=16", "weights=pinned")
     coarse, ample = (make_plan(load(recipe, *words), f"4x3090,host_memory_gib={gib}") for gib in (54, 126))
@@ -338,8 +335,6 @@ def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
 
 
 def test_a_model_whose_figures_never_come_ends_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads a model's files is under the same watchdog as a run."""
-
     def stuck(*_: object, **__: object) -> None:
         threading.Event().wait()
 

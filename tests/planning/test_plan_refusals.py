@@ -100,10 +100,7 @@ def refused_by_loading(folder: Path) -> RefusedError:
         ("llama", {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantised in a"),
     ],
 )
-def test_plan_and_finetune_refuse_a_model_alike(
-    folder: Path, model_type: str, values: dict[str, Any], said: str
-) -> None:
-    """`plan` once said "It fits" of each of these."""
+def test_plan_and_finetune_refuse_alike(folder: Path, model_type: str, values: dict[str, Any], said: str) -> None:
     put_config(folder, model_type, **values)
     put_weights(folder, (1,))
     planned, loaded = refused_by_plan(folder), refused_by_loading(folder)
@@ -119,7 +116,6 @@ def test_plan_looks_at_the_files_that_are_there(folder: Path, name: str) -> None
 
 
 def test_a_folder_with_a_configuration_alone_is_planned(folder: Path) -> None:
-    """Planning before a download is what the command is for; that weights are missing is said."""
     put_config(folder, "llama")
     answer = make_plan(load_recipe(folder / "recipe.yaml", STAGES), "1x4090")
     assert answer.verdict.fits
@@ -136,9 +132,7 @@ def test_a_folder_with_a_configuration_alone_is_planned(folder: Path) -> None:
         (["pipeline.devices=[cpu,cuda:0]"], "processors and GPUs cannot work in one pool"),
     ],
 )
-def test_what_the_recipe_alone_decides_is_refused_when_it_is_read(
-    folder: Path, overrides: list[str], said: str
-) -> None:
+def test_what_the_recipe_alone_decides_is_refused_at_once(folder: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(folder / "recipe.yaml", overrides)
     assert said in str(caught.value)

@@ -141,9 +141,7 @@ def test_cards_that_are_listed_are_all_used(loaded: LoadedRecipe, with_small_car
     assert not answer.verdict.fits and better in "\n".join(plan_text(answer, None))
 
 
-def test_machines_of_equal_memory_are_not_planned_before_a_run(
-    loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_of_equal_memory_are_not_planned_first(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = parse_hardware("2x3090+2x4090").devices
     monkeypatch.setattr("roundpipe_cli.planning.question.visible_gpus", lambda: (devices, ()))
     monkeypatch.setattr("roundpipe_cli.planning.predict._plan", pytest.fail)

@@ -80,8 +80,7 @@ def test_python_binds_small_models_on_many_fast_gpus(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("cards", ["1x5090", *swept(["8x5090"])])
 def test_launches_bind_on_one_card_too(cards: str) -> None:
-    """A forward of experts is issued more slowly than it is computed, a backward is not: arithmetic takes more of the
-    step than Python needs in all, and the GPU waits for launches all the same."""
+    """A forward of experts is issued more slowly than it is computed, though arithmetic takes most of the step."""
     words = ["max_seq_length=1024", "gradient_accumulation_steps=32", "micro_batch_tokens=1024"]
     plan = make_plan(load_recipe("qwen3-30b-a3b", words), f"{cards},host_memory_gib=128")
     assert plan.launches_s > 0.15 * plan.arithmetic_s and plan.binds == "launches"
@@ -91,8 +90,7 @@ def test_launches_bind_on_one_card_too(cards: str) -> None:
 
 
 def test_what_a_long_step_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: full fine-tuning of experts idles 37 % of a step, of which the memory of the host explained half: backward
-    begins when the last blocks are updated. What is left are rows that do not fill the workers."""
+    """Story: full fine-tuning of experts idles 37 % of a step, as backward waits for the updates of the last blocks."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     words = "dtype: float16\nfloat16_accumulation: true\nmicro_batch_tokens: 16384\ngradient_accumulation_steps: 128\n"
     text = RECIPE.format("openai/gpt-oss-20b", "full").replace("512", "2048") + words
@@ -109,9 +107,8 @@ def test_what_a_long_step_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
         predicted = plan_document(plan, None)["predicted"]
         assert predicted["waiting_for_rows_s"] == plan.waiting_for_rows_s and predicted["attention_s"] > 0
         line = next(line for line in plan_text(plan, None) if line.startswith("attention "))
-        assert re.fullmatch(
-            r"attention .* of the arithmetic; of the waiting rows over .*, transfers and updates .*s", line
-        )
+        words = r"attention .* of the arithmetic; of the waiting rows over .*, transfers and updates .*s"
+        assert re.fullmatch(words, line)
 
 
 def test_launches_of_recomputes_that_are_left_out_are_not_counted() -> None:

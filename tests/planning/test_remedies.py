@@ -116,9 +116,7 @@ def test_every_command_says_the_same(
     loaded, answers = recipe_of(model, machine), Answers()
     plan = make_plan(loaded, machine, None, answers)
     found = remedies(plan)
-    assert summary_of(plan).word == word and [" ".join(change.overrides) for change in found[:1]] == [
-        *filter(None, [first])
-    ]
+    assert summary_of(plan).word == word and [" ".join(one.overrides) for one in found[:1]] == [first][: bool(first)]
     check_advice(loaded, machine, plan, found)
     started, refusal = initial(model, machine), refused_run(plan, monkeypatch)
     own = [change for change in found if not change.overrides[0].startswith("model=")]

@@ -73,7 +73,6 @@ def test_what_cannot_be_counted(tmp_path: Path) -> None:
 
 
 def test_a_downloaded_dataset_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the library itself writes into its cache."""
     import datasets
 
     rows = tmp_path / "rows.jsonl"
@@ -96,9 +95,7 @@ def test_a_downloaded_dataset_is_known(tmp_path: Path, monkeypatch: pytest.Monke
         ("no.csv", "train"),
     ],
 )
-def test_patterns_folders_and_other_delimiters_are_counted_as_they_are_read(
-    tmp_path: Path, path: str, split: str
-) -> None:
+def test_patterns_folders_and_delimiters_are_counted_as_they_are_read(tmp_path: Path, path: str, split: str) -> None:
     """`plan` took the pattern for a missing file, and a header with bars for one column of broken rows."""
     for name in ("bars.csv", "more.csv", "folder/train.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -84,7 +84,6 @@ EVERY = [*PLANNED, *swept(sorted(RECIPES.keys() - set(PLANNED)))]
 
 @functools.cache
 def planned(name: str) -> Plan:
-    """Once for all tests of a recipe."""
     verdict = RECIPES[name].verdict
     assert verdict is not None
     return make_plan(load_recipe(RECIPES[name].path), verdict.hardware)

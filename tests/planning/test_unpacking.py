@@ -63,7 +63,6 @@ def test_once_per_visit_where_memory_allows(packed_as: Any, label: str) -> None:
 
 
 def test_a_card_with_too_little_memory_falls_back() -> None:
-    """By what it lacks: so much more, and it would not."""
     architecture, pipeline = find_architecture("Qwen/Qwen3-32B"), PipelineConfig()
     hardware = parse_hardware("1x4090")
     tried = replace(LARGE, unpacks_once=True)
@@ -97,24 +96,21 @@ def test_a_visit_is_shared_out_over_its_microbatches() -> None:
 
 
 def test_the_plan_counts_time_and_memory_of_either_way() -> None:
-    architecture, hardware = find_architecture("Qwen/Qwen3-32B"), parse_hardware("1x4090")
-    each, once = (
-        analytic_costs(architecture, replace(LARGE, unpacks_once=on), hardware).layers[1] for on in (False, True)
-    )
-    block = architecture.blocks[0]
+    model, hardware = find_architecture("Qwen/Qwen3-32B"), parse_hardware("1x4090")
+    each, once = (analytic_costs(model, replace(LARGE, unpacks_once=on), hardware).layers[1] for on in (False, True))
+    block = model.blocks[0]
     unpack_s = block.params * (LARGE.packed_bytes_per_param + 2) / hardware.devices[0].memory_bytes_per_s
     assert each.forward_s - once.forward_s == pytest.approx(unpack_s)
     assert each.backward_s - once.backward_s == pytest.approx(unpack_s)
     assert (each.visit_s, each.whole_bytes) == (0, 0)
     assert once.visit_s == pytest.approx(unpack_s) and once.whole_bytes == 2 * block.params
-    case = case_of(architecture, replace(LARGE, unpacks_once=True), hardware)
+    case = case_of(model, replace(LARGE, unpacks_once=True), hardware)
     sizes = [device_need(case, *even_cut(len(case.costs.layers), blocks, blocks)) for blocks in (1, 3)]
     counted = [sum(size for name, size in need.parts.items() if "unpacked" in name) for need in sizes]
     assert counted == [2 * block.params, 6 * block.params]
 
 
 def test_a_run_does_what_the_plan_says(tmp_path: Path) -> None:
-    """Both here, on the processor."""
     config = {
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128},
         **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "num_hidden_layers": 4},
@@ -140,7 +136,6 @@ def planned(architecture: Architecture, settings: TrainingSettings, cut: StageCu
 def test_an_engine_unpacks_as_often_and_holds_as_much_as_is_counted(
     recompute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In both ways, on devices that copy weights, in two rounds."""
     monkeypatch.setattr(analytic, "ISSUED_PER_S", ((1.0, math.inf),))  # else Python binds such small blocks
     cut = StageCut(((0, 1), (2, 3), (4, 6)), ((7, 7), (5, 6), (3, 4), (0, 2)), 2)
     schedule = make_schedule("roundpipe", cut, SimulationCase(equal_costs(8), 2, 4))

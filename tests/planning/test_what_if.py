@@ -28,9 +28,7 @@ def recipe(tmp_path: Path) -> str:
     (tmp_path / "model" / "config.json").write_text(json.dumps(FIGURES))
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"model: {tmp_path}/model\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: {tmp_path}/out\nmax_seq_length: 64\n"
-    )
+    path.write_text(f"model: {tmp_path}/model\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: out\nmax_seq_length: 64\n")
     return str(path)
 
 
@@ -39,7 +37,6 @@ def quiet(*_: object) -> None:
 
 
 def test_every_combination_has_a_row_with_its_verdict(recipe: str) -> None:
-    """What fits comes first, the fastest on top; then what does not fit, then what is refused with its reason."""
     wanted = ["hardware=1x4090,1x4090,host_memory_gib=0.5", "method=lora,full", "load_in_4bit=false,true"]
     rows = compare_plans(recipe, [*STAGES, *wanted], None, None, tell=quiet)
     documents = [row_document(row) for row in rows]
@@ -133,10 +130,7 @@ def test_a_verdict_names_the_assumed_figures_that_it_rests_on(
         assert again.word == word and f"set {option}=" not in " ".join(again.reasons), "the same figure, given"
 
 
-def test_a_price_gives_the_cost_of_the_run_and_of_a_billion_tokens(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the machine's description, or by `--price` for all."""
+def test_a_price_gives_costs_of_the_run_and_a_billion_tokens(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*STAGES, "hardware=1x4090,price=0.5,2x4090"]
     first, second = sorted(compare_plans(recipe, words, None, None, tell=quiet), key=lambda row: str(row.values))
     assert first.plan is not None and second.plan is not None and first.values["hardware"] == "1x4090,price=0.5"

@@ -159,7 +159,6 @@ def test_the_last_stages_of_a_step_are_shared_and_those_before_go_in_turn() -> N
 
 
 def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
-    """The planner may leave workers idle; their rows are empty and the others keep their actions."""
     few = dealt([(0, 1)], [(2, 3), (0, 1)], 1, 3)
     placed = place_on(few, (2,), 4)
     assert placed.num_workers == 4

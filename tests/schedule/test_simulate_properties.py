@@ -127,7 +127,6 @@ def link_busy_s(timeline: Timeline, lane: str) -> list[float]:
 @settings(max_examples=50, deadline=None)
 @given(cases())
 def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Schedule, CostModel, int]) -> None:
-    """Nor than without bytes; and runs are equal."""
     schedule, costs, staleness = case
     program = lower(schedule, costs, staleness=staleness)
     timeline = simulate_program(program, costs)
@@ -151,9 +150,7 @@ def chained(schedule: Schedule, num_steps: int) -> Schedule:
     count = schedule.num_microbatches
     rows = [[action for action in row if action.microbatch < count] for row in schedule.actions]
     repeated = tuple(
-        tuple(
-            action._replace(microbatch=action.microbatch + step * count) for step in range(num_steps) for action in row
-        )
+        tuple(one._replace(microbatch=one.microbatch + step * count) for step in range(num_steps) for one in row)
         for row in rows
     )
     return replace(schedule, actions=repeated, num_steps=num_steps)
@@ -162,7 +159,6 @@ def chained(schedule: Schedule, num_steps: int) -> Schedule:
 @settings(max_examples=37, deadline=None)
 @given(cases(), st.sampled_from(["default", "published"]))
 def test_searches_get_the_makespan_of_the_timeline(case: tuple[Schedule, CostModel, int], accounting: str) -> None:
-    """To the last bit, under both accountings and with updates beside the next step or before it."""
     schedule, costs, staleness = case
     schedule = schedule if staleness else chained(schedule, 1)
     timeline = simulate(schedule, costs, accounting=accounting, staleness=staleness, after_update=staleness == 0)
@@ -173,7 +169,6 @@ def test_searches_get_the_makespan_of_the_timeline(case: tuple[Schedule, CostMod
 @settings(max_examples=25, deadline=None)
 @given(cases(), st.booleans())
 def test_a_step_after_another_takes_what_it_adds_to_it(case: tuple[Schedule, CostModel, int], tied: bool) -> None:
-    """From the end of a step to that of the next: two steps' makespan less one's, under every schedule."""
     schedule, costs, _ = case
     if any(last < first for first, last in (*schedule.forward_stages, *schedule.backward_stages)):
         return  # the step's last action may take no time, and then the makespan leaves out its hop
@@ -186,7 +181,6 @@ def test_a_step_after_another_takes_what_it_adds_to_it(case: tuple[Schedule, Cos
 @settings(max_examples=37, deadline=None)
 @given(cases())
 def test_dependencies_and_lanes_are_kept(case: tuple[Schedule, CostModel, int]) -> None:
-    """Nothing starts before what it waits for, and no lane does two things at once; the text form tells all."""
     schedule, costs, staleness = case
     validate_schedule(schedule)
     assert parse_rows(str(schedule)) == schedule.actions

@@ -196,7 +196,6 @@ class Running:
             time.sleep(0.005)
 
     def wait_for_steps(self, num_steps: int) -> None:
-        """Wait until that many rows of metrics.jsonl are written."""
         self.wait_until(lambda: num_lines(self.folder / "out" / "metrics.jsonl") >= num_steps)
 
     def finish(self) -> Outcome:
@@ -262,7 +261,6 @@ def fresh(
 
 
 def python(code: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """What a new interpreter says to a program."""
     words = [sys.executable, "-c", code]
     return subprocess.run(words, cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=60)
 

@@ -54,7 +54,6 @@ class StreamClock:
         self.late_s = 0.0  # time that the stream lost because the host issued too late
 
     def start_step(self, now_s: float) -> None:
-        """Start counting at `now_s`."""
         self.end_s, self.late_s = now_s, 0.0
 
     def issue(
@@ -231,9 +230,7 @@ def run_emulated(
 def _result(program: Program, works: Sequence[EmulatedWork], started_s: float) -> Emulated:
     found = [entry for work in works for entry in work.intervals]
     compute_s = {op_id: (item.start_s, item.end_s) for op_id, item in found if item.lane == COMPUTE}
-    intervals = tuple(
-        item._replace(start_s=item.start_s - started_s, end_s=item.end_s - started_s) for _, item in found
-    )
+    intervals = tuple(one._replace(start_s=one.start_s - started_s, end_s=one.end_s - started_s) for _, one in found)
     schedule = program.schedule
     timeline = Timeline(
         schedule.num_workers, intervals, fused_head=schedule.fused_head, updates_overlap=program.staleness == 1

@@ -191,9 +191,7 @@ def _tries(kind: Any, model_type: str, changes: dict[str, Any]) -> Any:
     own = {**OF_TYPE.get(model_type, {}), **changes}
     if "kv_lora_rank" in known:
         own = {"num_key_value_heads": 4, **own}
-    values = {
-        key: value for key, value in GENERIC.items() if key in known or key in kind.attribute_map or _has(base, key)
-    }
+    values = {key: one for key, one in GENERIC.items() if key in known or key in kind.attribute_map or _has(base, key)}
     values = {key: value for key, value in {**values, **own}.items() if value is not None}
     yield values
     yield {key: value for key, value in values.items() if key != "head_dim" or key in own}

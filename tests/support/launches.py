@@ -80,10 +80,6 @@ class LaunchCounter(TorchDispatchMode):
     """Counts the operators that a thread dispatches while it is entered."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
-        """
-        Args:
-            capability: of the GPU that launches are counted for.
-        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches = Launches()
         self._capability = capability
@@ -345,7 +341,6 @@ class BlockPasses:
             self._output = self._worker.run_block(self._index, self._call, hidden, dropout_seed=0)
 
     def issue(self) -> None:
-        """All three."""
         self.forward()
         self.recompute()
         self.backward()

@@ -67,7 +67,6 @@ def _git(content: bytes) -> str:
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
-    """Content of a folder's files."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 

@@ -39,7 +39,5 @@ def mounted(folder: pathlib.Path, options: str) -> Iterator[None]:
 
 def status_bytes(key: str) -> int:
     """A line of this process's status."""
-    line = next(
-        line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":")
-    )
-    return 1024 * int(line.split()[1])
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key + ":"))

@@ -65,7 +65,6 @@ class Machine:
         self._announce(self.ledger.issuable())
 
     def clone(self) -> Machine:
-        """A copy that shares what never changes."""
         other = copy(self)
         for name, value in vars(self).items():
             if name not in ("facts", "ledger", "queues", "moving", "streams"):
@@ -90,7 +89,6 @@ class Machine:
 
     # -- moves ---------------------------------------------------------------------------------------------------
     def moves(self) -> list[Move]:
-        """What could happen next."""
         program, found = self.facts.program, []
         for worker, row in enumerate(program.compute):
             position = self.next_issue[worker]

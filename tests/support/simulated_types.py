@@ -46,7 +46,6 @@ def step_of(config: Any, method: str) -> str:
 
 
 def waits_of(simulation: Simulation) -> str:
-    """How often threads that issue waited, and where most often."""
     found = Counter(
         {
             (what, where): n
@@ -58,7 +57,6 @@ def waits_of(simulation: Simulation) -> str:
 
 
 def largest_error(found: Bits, expected: Bits) -> float:
-    """Of loss and gradients, relative to their norms."""
     pairs = [pair for pair in zip(found, expected, strict=True) if not isinstance(pair[1], str)]
     tensors = [(torch.as_tensor(one), torch.as_tensor(other)) for one, other in pairs]
     return max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in tensors if one.numel())

@@ -117,7 +117,6 @@ def _known(part: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(usual: Any, value: Any) -> Any:
-    """The value in the form that a key usually has: a list of one, a whole number."""
     if isinstance(usual, (list, tuple)) and not isinstance(value, list):
         return [value] * len(usual)
     return int(value) if type(usual) is int and isinstance(value, float) else value

@@ -192,7 +192,6 @@ def resume_words(work: Path) -> tuple[str, ...]:
 
 
 def go_on(work: Path, *words: str, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Run to the end from wherever the run stands."""
     return start(work, *resume_words(work), *words, environment=environment).finish().expect(0)
 
 
@@ -241,6 +240,5 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def died(running: Running) -> None:
-    """Wait for the end of a run that SIGKILL has ended."""
     done = running.finish()
     assert done.code == -signal.SIGKILL, f"ended with {done.code}, not by SIGKILL\n{done.err}"

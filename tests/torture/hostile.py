@@ -82,14 +82,12 @@ def _only_pickle(name: str, payload: str, model: Path, canary: str) -> None:
 
 
 def _pickle_index(model: Path, canary: str) -> None:
-    """An index of pickle shards beside no safetensors."""
     _only_pickle("pytorch_model-00001-of-00001.bin", "zip", model, canary)
     index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
     (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
 def _index_to_pickle(model: Path, canary: str) -> None:
-    """A safetensors index whose shard is a pickle."""
     (model / "evil.bin").write_bytes(_plain(canary))
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "evil.bin"}}))
 

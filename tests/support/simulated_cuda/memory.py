@@ -89,12 +89,6 @@ class CachingAllocator:
     """Blocks of one device, or of page-locked host memory."""
 
     def __init__(self, name: str, round_bytes: Callable[[int], int], streams: Streams) -> None:
-        """
-        Args:
-            name: for messages.
-            round_bytes: size asked for -> size of its block.
-            streams: of the simulation.
-        """
         self.name, self._round_bytes, self._streams = name, round_bytes, streams
         self.limit_bytes: Callable[[], int] = lambda: 1 << 62  # that may be reserved, now
         self.refuses: Callable[[], bool] = lambda: False

@@ -225,9 +225,7 @@ class CardMode(TorchDispatchMode):
                 raise RuntimeError(text)
             line = None if on is None else self._line(on)
             if line is not None:
-                line.run_until(
-                    1 << 62
-                )  # in order, also where an operation reads nothing: what it fills may be poisoned
+                line.run_until(1 << 62)  # in order, though it reads nothing: what it fills may be poisoned
             for _, memory, _ in uses:
                 if memory.device is not None:
                     self._line(memory.device).run_until(1 << 62)

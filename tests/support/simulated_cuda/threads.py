@@ -71,11 +71,6 @@ class ThreadHooks:
     """Patches of `threading` while a simulation lasts. Locks made meanwhile hand clocks on."""
 
     def __init__(self, myself: Myself, inside: Callable[[], Any]) -> None:
-        """
-        Args:
-            myself: finds the calling thread's actor.
-            inside: makes a context in which a thread's whole body runs.
-        """
         self._myself, self._inside = myself, inside
 
     def patches(self) -> list[tuple[Any, str, Any]]:
