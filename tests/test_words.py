@@ -91,17 +91,8 @@ def test_a_restart_keeps_every_word(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert started[3:8] == ["finetune", "--restarts", "2", "--restarts=1", "--"], "behind -- no word is an option"
 
 
-LONG_COMMANDS = (
-    "finetune a",
-    "plan a",
-    "bench a",
-    "bench --costs a",
-    "data a",
-    "doctor",
-    "generate a b",
-    "export a",
-    "score a b",
-)
+LONG_COMMANDS = [f"{name} a" for name in ("finetune", "plan", "bench", "bench --costs", "data", "export")]
+LONG_COMMANDS += ["doctor", "generate a b", "score a b"]
 """What may take long to answer."""
 
 

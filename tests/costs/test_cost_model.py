@@ -167,14 +167,8 @@ def _gguf(path: Path, pairs: dict[str, Any]) -> Path:
 
 
 def test_gguf_header_gives_the_figures(tmp_path: Path) -> None:
-    pairs = {
-        "general.architecture": "llama",
-        "tokenizer.ggml.tokens": ["a"] * 100,
-        "llama.embedding_length": 64,
-        "llama.block_count": 3,
-        "llama.attention.head_count": 4,
-        "llama.feed_forward_length": 128,
-    }
+    pairs = {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a"] * 100, "llama.embedding_length": 64}
+    pairs |= {"llama.block_count": 3, "llama.attention.head_count": 4, "llama.feed_forward_length": 128}
     file = _gguf(tmp_path / "m.gguf", pairs)
     tied = parse_config({**TINY, "tie_word_embeddings": True}, name="t", source="s")
     assert find_architecture("m.gguf", file).parameters == tied.parameters
@@ -225,14 +219,9 @@ def _published_tokens_per_s(
     two calls of 10 microbatches a step, the head alone in its stage."""
     architecture = find_architecture(model)
     hardware = parse_hardware(f"{num_workers}x4090,accumulate=fp16,host_memory_gib=2048")
-    settings = TrainingSettings(
-        max_seq_length=2048,
-        micro_batch_size=rows_per_step / 20,
-        num_microbatches=20,
-        method="full",
-        dtype="float16",
-        head_chunk_tokens=1 << 15,  # the published head adds its gradient to the sum once for a microbatch
-    )
+    # the published head adds its gradient to the sum once for a microbatch
+    published = {"method": "full", "dtype": "float16", "head_chunk_tokens": 1 << 15, "num_microbatches": 20}
+    settings = TrainingSettings(max_seq_length=2048, micro_batch_size=rows_per_step / 20, **published)
     costs = analytic_costs(architecture, settings, hardware)
     case = SimulationCase(costs, num_workers, 20, staleness=1)
     schedule = make_schedule("roundpipe", StageCut(*map(tuple, cut), 10), case, num_steps=3)
@@ -271,14 +260,9 @@ def test_published_throughput_is_met_within_5_percent(counts: Sequence[int]) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_hidden_layers": 2_000_000_000},
-        {"num_hidden_layers": 10**400},
-        {"text_config": {"hidden_size": 64, "num_layers": 2**31}},
-        {"num_experts": 2**31},
-        {"num_hidden_layers": 1000, "num_experts": 1000},
-        {"vocab_size": 2**40},
-        {"layers": [{"anything": 2**62}]},
-        {"num_labels": 2**40},
+        *({"num_hidden_layers": 2_000_000_000}, {"num_hidden_layers": 10**400}, {"num_experts": 2**31}),
+        *({"text_config": {"hidden_size": 64, "num_layers": 2**31}}, {"num_hidden_layers": 1000, "num_experts": 1000}),
+        *({"vocab_size": 2**40}, {"layers": [{"anything": 2**62}]}, {"num_labels": 2**40}),
         {"attention_types": [[["global", "local"], 2**40]]},
     ],
     ids=str,

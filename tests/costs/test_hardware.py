@@ -65,12 +65,8 @@ def test_machines_in_words(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "host_gib", "count"),
     [
-        ("2x3090 64GB", 64, 2),
-        ("rtx 4060 ti 16GB 64gib", 64, 1),
-        ("4x3090+2x4060ti 128 GB of memory", 128, 6),
-        ("2x 4060ti 16gb", None, 2),
-        ("1x3090 24GB", None, 1),
-        ("1x3090 24GB RAM", 24, 1),
+        *(("2x3090 64GB", 64, 2), ("rtx 4060 ti 16GB 64gib", 64, 1), ("4x3090+2x4060ti 128 GB of memory", 128, 6)),
+        *(("2x 4060ti 16gb", None, 2), ("1x3090 24GB", None, 1), ("1x3090 24GB RAM", 24, 1)),
     ],
 )
 def test_host_memory_as_people_write_it(text: str, host_gib: int | None, count: int) -> None:
@@ -98,15 +94,10 @@ def test_given_figures_replace_the_catalogues() -> None:
 def test_a_gpu_is_never_taken_for_one_of_another_maker_or_generation() -> None:
     """Story: an RTX PRO 6000 was taken for an A6000, a GTX 1080 Ti for a 3080 Ti, an Arc B580 for a 5080."""
     same = {
-        **{"rtx-pro-6000": "rtx-pro-6000-blackwell", "rtx4080supr": "rtx-4080-super", "4009": "rtx-4090"},
-        **{"40900": "rtx-4090", "409": "rtx-4090", "rxt 4090": "rtx-4090", "3080ti super": "rtx-3080-ti"},
-        **{
-            "rx 7900": "radeon-7900-xt",
-            "v100s": "v100-32gb",
-            "rtx4090ti": "rtx-4090",
-            "5090 mobile": "rtx-5090-laptop",
-        },
-        **{"rtx 490": "rtx-4090", "rtx pro 6000 blackwel": "rtx-pro-6000-blackwell"},
+        **dict.fromkeys(("4009", "40900", "409", "rxt 4090", "rtx4090ti", "rtx 490"), "rtx-4090"),
+        **dict.fromkeys(("rtx-pro-6000", "rtx pro 6000 blackwel"), "rtx-pro-6000-blackwell"),
+        **{"rtx4080supr": "rtx-4080-super", "3080ti super": "rtx-3080-ti", "rx 7900": "radeon-7900-xt"},
+        **{"v100s": "v100-32gb", "5090 mobile": "rtx-5090-laptop"},
     }
     other = "1080ti, gtx 1080, b580, arc a770, mi250, rtx a1000, rtx a4500, rtx 7900, h101, rx580, w7600, titan v, p100"
     other += ", gtx 580, 580, gt 730, arc 4090, arc a40, intel a770, apple m40, apple a10, radeon 4090, nvidia mi300x"

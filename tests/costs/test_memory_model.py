@@ -301,45 +301,26 @@ def _by_name(need: Need) -> dict[str, int]:
     [
         (
             {"num_microbatches": 16},
-            {
-                "frozen weights": 2 * WHOLE,
-                "trained weights": 2 * ADAPTED,
-                "float32 masters": 4 * ADAPTED,
-                "optimizer state": 8 * ADAPTED,
-                "gradients": 4 * ADAPTED,
-                # 13 = 11 backward stages' inputs and 2 more; 11 of 16 microbatches: 8 a round, and 3 of 11 workers
-                "boundary activations": 32 * MIB * 13 * 11,  # 20 MiB, which torch gives away in powers of two
-            },
+            # 13 = 11 backward stages' inputs and 2 more; 11 of 16 microbatches: 8 a round, and 3 of 11 workers; 32 MiB
+            # for activations of 20 MiB, which torch gives away in powers of two
+            {"frozen weights": 2 * WHOLE, "trained weights": 2 * ADAPTED, "float32 masters": 4 * ADAPTED,
+             "optimizer state": 8 * ADAPTED, "gradients": 4 * ADAPTED, "boundary activations": 32 * MIB * 13 * 11},
         ),
         (
             {"method": "full", "num_microbatches": 4, "dtype": "float32", "num_shards": 4, "max_seq_length": 512},
-            {
-                "float32 masters": 4 * WHOLE,
-                "optimizer state": 8 * -(-WHOLE // 4),
-                "gradients": 4 * WHOLE,
-                "boundary activations": 16 * MIB * 13 * 4,
-            },
+            {"float32 masters": 4 * WHOLE, "optimizer state": 8 * -(-WHOLE // 4), "gradients": 4 * WHOLE,
+             "boundary activations": 16 * MIB * 13 * 4},
         ),
         (
             {"method": "full", "num_microbatches": 4, "num_shards": 4},
-            {
-                "trained weights": 2 * WHOLE,
-                "float32 masters": 4 * -(-WHOLE // 4),
-                "optimizer state": 8 * -(-WHOLE // 4),
-                "gradients": 4 * WHOLE,
-                "boundary activations": 32 * MIB * 13 * 4,
-            },
+            {"trained weights": 2 * WHOLE, "float32 masters": 4 * -(-WHOLE // 4), "gradients": 4 * WHOLE,
+             "optimizer state": 8 * -(-WHOLE // 4), "boundary activations": 32 * MIB * 13 * 4},
         ),
         (
             {"packed_as": "4bit", "optimizer": "adamw_bf16", "weights_on_disk": True, "skip_last_projection": True,
              "num_microbatches": 4},
-            {
-                "trained weights": 2 * ADAPTED,
-                "float32 masters": 4 * ADAPTED,
-                "optimizer state": 4 * ADAPTED,
-                "gradients": 4 * ADAPTED,
-                "boundary activations": 32 * MIB * (66 + 2) * 4,
-            },
+            {"trained weights": 2 * ADAPTED, "float32 masters": 4 * ADAPTED, "optimizer state": 4 * ADAPTED,
+             "gradients": 4 * ADAPTED, "boundary activations": 32 * MIB * (66 + 2) * 4},
         ),
     ],
     ids=["lora", "full-float32-sharded", "full-sharded", "4bit-from-disk"],
@@ -384,10 +365,8 @@ def test_kept_activations_are_counted_once() -> None:
         ({"keep_blocks": 6, "recompute": "none"}, 64 * 4, 0),
     ):
         case = ask(QWEN, "1x4090", num_microbatches=4, **changes)
-        need, block = (
-            device_need(case, *stages),
-            activation_bytes(case.architecture, case.architecture.blocks[0], case.settings),
-        )
+        block = activation_bytes(case.architecture, case.architecture.blocks[0], case.settings)
+        need = device_need(case, *stages)
         assert (part(need, "kept"), need.parts["activations"]) == (4 * count * block, at_work * block)
     by_layer = device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6, recompute="layer"), *stages)
     assert part(by_layer, "kept") == 4 * 6 * block

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,7 @@ pytestmark = [
 ]
 
 
-def run(
-    rig: Rig,
-    devices: Sequence[int],
-    sizes: Sequence[tuple[int, int]],
-    make: Callable[[int], cuda.CudaBackend] = cuda.CudaBackend,
-) -> StepResult:
+def run(rig: Rig, devices: Sequence[int], sizes: Any, make: type[cuda.CudaBackend] = cuda.CudaBackend) -> StepResult:
     with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, [make(index) for index in devices]) as engine:
         schedule = schedule_for(rig, len(devices), len(sizes))
         return engine.run_step(random_microbatches(sizes), schedule, step=0)

@@ -253,13 +253,8 @@ BLOCK = LayerCost(
 )
 HEAD = LayerCost("head", 1e-4, 2e-4, recompute=False, param_bytes=MIB, grad_bytes=MIB, optimizer_s=1e-4)
 COSTS = CostModel("small", (*[BLOCK] * NUM_BLOCKS, HEAD), hop_s=1e-4, link_bytes_per_s=40e9)
-POINTS = {
-    "compute": ":worker=5",
-    "upload": ":worker=6",
-    "prefetch": ":worker=3",
-    "download": ":worker=7",
-    "optimizer": "",
-}
+POINTS = {**{"compute": ":worker=5", "upload": ":worker=6", "prefetch": ":worker=3", "download": ":worker=7"},
+          "optimizer": ""}  # fmt: skip
 
 
 def emulate(watchdog_s: float = 60.0) -> None:

@@ -20,6 +20,7 @@ from roundpipe_cli.engine.streaming import StreamedModel
 from tests.support.simulated_cases import backends_of, simulated
 from tests.support.tiny import Rig, make_rig
 
+PACKED = (("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8_blocks"), ("llama", "4bit"), ("llama", "8bit"), ("mistral", "fp8"))
 PROMPTS = ([5, 80, 90, 11, 7, 33, 9], [17, 4], [100, 3, 64, 21])
 
 
@@ -50,16 +51,9 @@ def alone(model: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
+        *((name, {}) for name in ("qwen3", "gemma3_text", "qwen3_next", "gpt2")),
+        *((name, {"packed_as": kind, "method": "lora"}) for name, kind in PACKED),
         ("llama", {"method": "lora"}),
-        ("qwen3", {}),
-        ("gemma3_text", {}),
-        ("gpt_oss", {"packed_as": "mxfp4", "method": "lora"}),
-        ("qwen3_next", {}),
-        ("qwen3_moe", {"packed_as": "fp8_blocks", "method": "lora"}),
-        ("gpt2", {}),
-        ("llama", {"packed_as": "4bit", "method": "lora"}),
-        ("llama", {"packed_as": "8bit", "method": "lora"}),
-        ("mistral", {"packed_as": "fp8", "method": "lora"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
 )
@@ -94,10 +88,8 @@ def test_cards_answer_as_the_processor_does(model_type: str, packed_as: Any, lay
     rig = make_rig(model_type, "lora", num_hidden_layers=6, packed_as=packed_as)
     largest = max(layout.num_bytes for layout in rig.store.layouts[1:]) + 512
     expected = alone(rig.plain)
-    with (
-        simulated(lazy=True),
-        streaming(rig, backends_of((0, 1)), (NUM_SLOTS + 1) * largest * layers_kept) as (model, _),
-    ):
+    budget = (NUM_SLOTS + 1) * largest * layers_kept
+    with simulated(lazy=True), streaming(rig, backends_of((0, 1)), budget) as (model, _):
         assert tokens_of(model) == expected
 
 

@@ -37,14 +37,8 @@ from tests.support.simulated_cases import write_layers
 from tests.support.tiny import Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
 NUM_STEPS = 3
-COMMON = [
-    f"max_steps={NUM_STEPS}",
-    "num_train_epochs=4",
-    "save_steps=100",
-    "warmup_steps=0",
-    "lr_scheduler_type=linear",
-    "weight_decay=0.1",
-]
+COMMON = [f"max_steps={NUM_STEPS}", "num_train_epochs=4", "save_steps=100", "warmup_steps=0"]
+COMMON += ["lr_scheduler_type=linear", "weight_decay=0.1"]
 FLOAT32 = ["dtype=float32", "learning_rate=1e-3", "max_grad_norm=0.5"]
 MODEL_OF = {"lora": "untied", "full": "tied"}
 

@@ -8,15 +8,13 @@ import pytest
 
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli import bench_schedules
-from roundpipe_cli.cli.bench_schedules import CaseFlags, _known_cut, simulate
-from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.cli.bench_schedules import CaseFlags, simulate
 from roundpipe_cli.planning import answers as known
 from roundpipe_cli.planning import predict
 from roundpipe_cli.planning.answers import Answers
-from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import PlanRequest
-from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 
 MACHINE = "1x4090,host_memory_gib=64"
@@ -40,17 +38,12 @@ def plan(*words: str, answers: Answers | None = None, machine: str = MACHINE) ->
     return make_plan(load_recipe("qwen3/1.7b_lora_1x16gb", words), machine, None, answers or Answers())
 
 
-def test_a_question_that_comes_again_is_not_searched_again(searches: list[object]) -> None:
-    """The second plan is the first one's, figures and stages, and so is its timeline."""
+def test_equal_questions_are_searched_once_and_others_anew(
+    searches: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second plan is the first one's. Another recipe, another machine and other code are other questions."""
     first, again = plan(), plan()
-    assert len(searches) == 1
-    assert again == first
-    assert again.timeline == first.timeline
-
-
-def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another recipe, another machine and other code are searched anew."""
-    plan()
+    assert len(searches) == 1 and again == first and again.timeline == first.timeline
     plan("lora.r=32")
     plan(machine="1x4090,host_memory_gib=48")
     monkeypatch.setattr(known, "code_digest", lambda: "another version")
@@ -83,13 +76,3 @@ def test_a_bench_again_simulates_nothing(monkeypatch: pytest.MonkeyPatch, capsys
             patch.setattr(bench_schedules, "run", None)
             ask()
         assert capsys.readouterr() == first and "looped_bfs" in first.out
-
-
-def test_bench_remembers_stages() -> None:
-    """Stages of each schedule are those of the first time."""
-    layers = tuple(LayerCost(f"block.{index}", 1.0, 2.0, True) for index in range(5))
-    costs = CostModel("small", (*layers, LayerCost("head", 1.0, 2.0, False)))
-    case = SimulationCase(costs, 2, 4, limits=StageLimits())
-    for name in ("roundpipe", "looped_bfs"):
-        first, again = (_known_cut(name, case, Answers()) for _ in range(2))
-        assert first == again

@@ -162,8 +162,7 @@ def test_too_few_chunks_are_refused_with_the_number_that_fits(monkeypatch: pytes
 
 
 def test_chunks_are_named_where_they_make_whole_rows_faster() -> None:
-    words = ("method=full", "gradient_accumulation_steps=8")
-    words += ("max_seq_length=65536",)
+    words = ("method=full", "gradient_accumulation_steps=8", "max_seq_length=65536")
     long = make_plan(recipe("Qwen/Qwen3-1.7B", *words), f"8x4090,{SERVER}")
     (change,) = faster_in_chunks(long)
     again = make_plan(recipe("Qwen/Qwen3-1.7B", *words, *change.overrides), f"8x4090,{SERVER}")

@@ -41,17 +41,19 @@ BLOCKS = 9
 LIMITS = StageLimits(forward_bytes=40, backward_bytes=30, head_bytes=35)
 
 
+SUMS = StageSums(
+    CostModel("blocks", (*[LayerCost("block", 1.0, 2.0, True, param_bytes=10, boundary_bytes=1)] * BLOCKS,
+                         LayerCost("head", 1.0, 2.0, False, param_bytes=10, boundary_bytes=1)))
+)  # fmt: skip
+
+
 def scorer(limits: StageLimits | None, link_bytes_per_s: float = 1e9) -> BatchScorer:
-    block = LayerCost("block", 1.0, 2.0, True, param_bytes=10, boundary_bytes=1)
-    head = LayerCost("head", 1.0, 2.0, False, param_bytes=10, boundary_bytes=1)
-    sums = StageSums(CostModel("blocks", (*[block] * BLOCKS, head)))
-    return BatchScorer(sums, speeds=[1.0] * 3, hop_s=0.0, link_bytes_per_s=link_bytes_per_s, limits=limits)
+    return BatchScorer(SUMS, speeds=[1.0] * 3, hop_s=0.0, link_bytes_per_s=link_bytes_per_s, limits=limits)
 
 
 def bounds() -> list[int]:
     """Units of one layer each, as equal blocks have them."""
-    block, head = LayerCost("block", 1.0, 2.0, True), LayerCost("head", 1.0, 2.0, False)
-    found = unit_bounds(StageSums(CostModel("blocks", (*[block] * BLOCKS, head))))
+    found = unit_bounds(SUMS)
     assert found == list(range(BLOCKS + 1))
     return found
 
@@ -185,23 +187,16 @@ def test_even_stages_hold_every_layer_once_and_are_no_slower(seed: int) -> None:
     assert taken_s(stages) <= taken_s(own)
 
 
-def test_two_stages_stay_together_on_a_worker() -> None:
+def test_forward_stages_by_hand() -> None:
+    """Two that stay together on a worker; one, where a slot holds all; four, where two would be larger than a slot."""
     costs = drawn(random.Random(0), 8)
     assert chosen(costs, [(0, 3), (4, 9)], [(4, 9), (0, 3)]) == ((0, 3), (4, 9))
     rows = build_forward([(0, 3), (4, 9)], num_workers=2, num_microbatches=3).actions
     assert [[action.microbatch for action in row] for row in rows] == [[0, 0, 2, 2], [1, 1]]
-
-
-def test_what_a_slot_holds_whole_is_one_stage() -> None:
-    costs = drawn(random.Random(0), 8)
     assert chosen(costs, [(0, 2), (3, 5), (6, 9)], [(0, 9)]) == ((0, 9),)
-
-
-def test_stages_that_are_too_large_to_be_even_are_made_more() -> None:
     block = LayerCost("block", 1.0, 3.0, True, param_bytes=100)
     costs = CostModel("x", (LayerCost("embed", 0, 0, False), *[block] * 8, LayerCost("head", 0, 2.0, False)))
-    own = [(0, 1), (2, 4), (5, 7), (8, 9)]
-    stages = chosen(costs, own, [])
+    stages = chosen(costs, [(0, 1), (2, 4), (5, 7), (8, 9)], [])
     assert len(stages) == 4 and all(sum(1 for at in range(a, b + 1) if 1 <= at <= 8) <= 3 for a, b in stages)
 
 

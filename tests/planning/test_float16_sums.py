@@ -38,10 +38,8 @@ def test_a_geforce_is_offered_them_with_speed_and_price() -> None:
 @pytest.mark.parametrize(
     ("model", "hardware", "overrides"),
     [
-        ("Qwen/Qwen3-1.7B", "1xh100", ()),
-        ("Qwen/Qwen3-1.7B", "1x3090+1xh100", ()),
-        ("Qwen/Qwen3-1.7B", "1x3090", KEYS),
-        ("Qwen/Qwen3-1.7B", "1x3090", ("dtype=float32",)),
+        *(("Qwen/Qwen3-1.7B", "1xh100", ()), ("Qwen/Qwen3-1.7B", "1x3090+1xh100", ())),
+        *(("Qwen/Qwen3-1.7B", "1x3090", KEYS), ("Qwen/Qwen3-1.7B", "1x3090", ("dtype=float32",))),
         ("google/gemma-3-1b-it", "1x3090", ()),
         ("Qwen/Qwen3-30B-A3B", "1x3090", ("load_in_4bit=true",)),
     ],

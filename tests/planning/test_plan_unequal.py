@@ -55,9 +55,8 @@ def check_limits(answer: Plan) -> None:
 
 
 def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
-    loaded = with_keys(
-        loaded, "pipeline.weight_cache=0", "max_seq_length=8192"
-    )  # two cards that hold all weights are as fast as all three
+    # two cards that hold all weights are as fast as all three
+    loaded = with_keys(loaded, "pipeline.weight_cache=0", "max_seq_length=8192")
     answer = make_plan(loaded, "2x3090+4060ti:memory_gib=8:pcie_lanes=16")
     check_limits(answer)
     speeds = answer.question.costs.worker_speed

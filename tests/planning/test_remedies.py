@@ -26,10 +26,8 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text
 
 F, S, N = "FITS", "SLOW", "DOES NOT FIT"
 MACHINES = (
-    "1x3060,host_memory_gib=16",
-    "1x4060ti-16gb,host_memory_gib=32",
-    "2x3090,host_memory_gib=64",
-    "4x4090,host_memory_gib=128",
+    *("1x3060,host_memory_gib=16", "1x4060ti-16gb,host_memory_gib=32"),
+    *("2x3090,host_memory_gib=64", "4x4090,host_memory_gib=128"),
 )
 NONE, EIGHT, FOUR = "", "load_in_8bit=true", "load_in_4bit=true"
 FITS = (F, NONE)
@@ -42,12 +40,8 @@ PAIRS = {
     "openai/gpt-oss-20b": (FITS, FITS, FITS, FITS),
     "Qwen/Qwen3-30B-A3B": ((S, FOUR), (S, FOUR), FITS, FITS),
     "Qwen/Qwen3-32B": ((S, f"model=Qwen/Qwen3-14B {FOUR}"), (S, FOUR), (S, EIGHT), FITS),
-    "meta-llama/Llama-3.3-70B-Instruct": (
-        (S, FOUR),
-        (S, EIGHT),  # from the disk, and still SLOW
-        (S, FOUR),
-        (S, EIGHT),
-    ),
+    # 70B on the second machine: from the disk, and still SLOW
+    "meta-llama/Llama-3.3-70B-Instruct": ((S, FOUR), (S, EIGHT), (S, FOUR), (S, EIGHT)),
     "Qwen/Qwen3-235B-A22B": ((S, FOUR), (S, FOUR), (S, FOUR), (S, FOUR)),
 }
 """Model -> for each machine `plan`'s verdict on LoRA in 16 bit, and its first remedy."""
@@ -60,16 +54,11 @@ ASKED = {
 }
 """Machines to ask about a model: each fits one, and packed weights are first remedies. Planning all remedies
 again takes minutes."""
+ALL = [(model, place, said) for model, row in PAIRS.items() for place, said in zip(range(4), row, strict=True)]
+SWEPT = [[pytest.mark.sweep] * (place not in ASKED.get(model, ())) for model, place, _ in ALL]
 EVERY = [
-    pytest.param(
-        model,
-        machine,
-        *said,
-        marks=[] if index in ASKED.get(model, ()) else [pytest.mark.sweep],
-        id=f"{model}-{machine[:9]}",
-    )
-    for model, row in PAIRS.items()
-    for index, (machine, said) in enumerate(zip(MACHINES, row, strict=True))
+    pytest.param(model, MACHINES[place], *said, marks=marks, id=f"{model}-{MACHINES[place][:9]}")
+    for (model, place, said), marks in zip(ALL, SWEPT, strict=True)
 ]
 
 

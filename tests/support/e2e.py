@@ -105,20 +105,10 @@ def write_recipe(path: Path, **changes: Any) -> Path:
     10 rows in microbatches of 2, two a step: 3 steps an epoch. Keys with dots in `changes` are written `lora__r`.
     """
     recipe: dict[str, Any] = {
-        "model": "model",
-        "method": "lora",
-        "lora": {"r": 4, "alpha": 8, "dropout": 0.1},
-        "datasets": [{"path": "rows.jsonl"}],
-        "max_seq_length": 64,
-        "packing": False,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "learning_rate": 1.0e-2,
-        "dtype": "float32",
-        "output_dir": "out",
-        "save_steps": 2,
-        "pipeline": {"devices": ["cpu", "cpu"], "threads_per_worker": 1},
+        **{"model": "model", "method": "lora", "lora": {"r": 4, "alpha": 8, "dropout": 0.1}},
+        **{"datasets": [{"path": "rows.jsonl"}], "max_seq_length": 64, "packing": False, "micro_batch_size": 2},
+        **{"gradient_accumulation_steps": 2, "num_train_epochs": 2, "learning_rate": 1.0e-2, "dtype": "float32"},
+        **{"output_dir": "out", "save_steps": 2, "pipeline": {"devices": ["cpu", "cpu"], "threads_per_worker": 1}},
     }
     for key, value in changes.items():
         section, _, inner = key.partition("__")
@@ -280,12 +270,7 @@ def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def _command(
-    folder: str,
-    words: Sequence[str],
-    environment: dict[str, str],
-    log: str,
-    closed: Sequence[int],
-    before: Callable[[], None] | None,
+    folder: str, words: Any, environment: Any, log: str, closed: Any, before: Callable[[], None] | None
 ) -> None:
     """Body of a forked child: the program as its console script runs it, its output in files."""
     os.chdir(folder)

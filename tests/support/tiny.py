@@ -33,8 +33,8 @@ from roundpipe_cli.model.reference import seeded_layers
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.support.published import published
+from tests.support.schedules import dealt
 
 BASE = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
@@ -257,20 +257,12 @@ def masks(rig: Rig, plain: nn.Module, step: int, microbatch: int, seed: int | No
     return seeded_layers(blocks, functools.partial(layer_seed, seed, step, microbatch))
 
 
-def schedule_for(
-    rig: Rig, num_workers: int, num_microbatches: int, forward: Any = None, backward: Any = None
-) -> Schedule:
+def schedule_for(rig: Rig, workers: int, microbatches: int, forward: Any = None, backward: Any = None) -> Schedule:
     """A roundpipe schedule; by default two layers a forward stage, one a backward stage, the head alone."""
     last = rig.num_layers - 1
     forward = forward or [(start, min(start + 1, last - 1)) for start in range(0, last, 2)]
     backward = backward or [(last, last), *((layer, layer) for layer in range(last - 1, 0, -1)), (0, 0)]
-    return build_schedule(
-        "roundpipe",
-        forward_stages=forward,
-        backward_stages=backward,
-        num_workers=num_workers,
-        rounds=Rounds(num_microbatches),
-    )
+    return dealt(forward, backward, workers, microbatches)
 
 
 def step_of_any_workers(rig: Rig, microbatches: Sequence[Microbatch], **options: Any) -> StepResult:
