@@ -23,23 +23,21 @@ from roundpipe_cli import faults
 from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.support.covering import covering
 
-SMOKE = (
+SMOKE = (  # files of the subset `smoke`
     *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py"),
     *("planning/test_partition_properties.py", "data/test_data_columns.py", "model/test_counter_random.py"),
     *("engine/test_device_memory.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
 )
-"""Files of the subset `smoke`."""
 
 
 FORKING = tuple(f"data/test_data_{name}.py" for name in ("columns", "dataset", "cache", "rules", "processes", "golden"))
 """Files that begin first: they fork for each data set, three times as dear once a process has loaded many models."""
 
-LONGEST = (
+LONGEST = (  # files in the order in which they begin next, before those with a test marked `slow`
     *("reliability/test_reliability.py", "train/test_finetune_resume.py", "train/test_finetune_refused.py"),
     *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_guide.py"),
     *("train/test_finetune_result.py", "train/test_export.py", "train/test_adapt.py"),
 )
-"""Files in the order in which they begin next, before those with a test marked `slow`."""
 
 SHARED_CACHES = ("proofs", "parameter_counts", "converted")
 """Caches that all tests of a session share: a proof takes a second, a count loads torch in another process, and

@@ -19,8 +19,7 @@ from tests.support.e2e import child_environment, forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roundpipe_cli"
-DOOR = PACKAGE / "__init__.py"
-"""Names the functions for programs, and imports their file when they are asked for; no room goes through it."""
+DOOR = PACKAGE / "__init__.py"  # names the functions for programs, imports their file when asked; no room uses it
 
 TRAIN = {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"}
 LEAVES = {

@@ -23,13 +23,12 @@ from tests.support.e2e import REPOSITORY, STAGES_OF_TWO, launch, make_model, mak
 from tests.test_words import readme_commands, reason_not_to_run
 
 README = REPOSITORY / "README.md"
-STAND_INS = {"Qwen/Qwen3-4B": "model", "model=TEACHER": "model=model"}
-"""Words of a command -> what is given in their place."""
+STAND_INS = {"Qwen/Qwen3-4B": "model", "model=TEACHER": "model=model"}  # words of a command -> what is given instead
 SHORT = [
     *("dtype=float32", "max_steps=2", "max_seq_length=256"),
     *(f"{key.replace('__', '.')}={value}" for key, value in STAGES_OF_TWO.items()),
 ]
-ADDED = {
+ADDED = {  # beginning of a command -> words behind it, so that it takes seconds
     "data recipes/quickstart.yaml": ["model=model"],
     "finetune recipes/quickstart.yaml": ["model=model", *SHORT],
     "finetune first.yaml": SHORT,
@@ -37,9 +36,7 @@ ADDED = {
     "score mine.yaml": SHORT,
     "generate": ["--max-new-tokens", "3", "--dtype", "float32", "--offline"],
 }
-"""Beginning of a command -> words behind it, so that it takes seconds."""
-ELSEWHERE = "roundpipe doctor"
-"""Changes nothing for the commands behind it, and takes longest: tests/cli/test_init_doctor.py runs it."""
+ELSEWHERE = "roundpipe doctor"  # takes longest: tests/cli/test_init_doctor.py runs it
 SHORT_RUN = {"max_steps": 2, "max_seq_length": 32}
 NO_GPU = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
 

@@ -19,14 +19,13 @@ UNPACKED = {"within_limits", "prove_once", "screen", "help_screen"}
 MOST_LINES, SLACK = 66_345, 0.02
 """The package without `__init__.py`. Who needs more than the slack moves the number and says in the commit for what."""
 MOST_FILES_OF_SEVERAL_STORIES, PART_LINES = 4, 40  # files with parts of so many lines that never refer to each other
-SIGNATURES_OF_LIBRARIES = {
+SIGNATURES_OF_LIBRARIES = {  # functions whose arguments a library has chosen
     *("forward", "_grouped_mm_kernel", "_grouped_outer_kernel"),  # torch.autograd.Function, Triton
     *("_dropout_kernel", "_cross_entropy_kernel"),
     *("of", "_attention", "sink_attention"),  # torch's scaled_dot_product_attention, transformers' attention
     *("attend_or_read", "_attend_row"),
 }
-"""Functions whose arguments a library has chosen."""
-USED_OUTSIDE = {
+USED_OUTSIDE = {  # names of product code that no product code mentions, each with its reason to stay
     "release_workspaces": "measurements of memory need it, and no other file names torch's private parts of CUDA",
     "load_in_fp8": "read by the key that `PACKED_FORMATS` makes of its name",
     "list_without_a_word": "typer calls it",
@@ -41,7 +40,6 @@ USED_OUTSIDE = {
         "transformers calls it of what it takes for a cache of a recurrent block's states",
     ),
 }
-"""Names of product code that no product code mentions, each with its reason to stay."""
 BACK_REFERENCE = re.compile(r"\s*(Of|What|The same|Those|Such|It|They|That|These|This|Its|Their|Both|One of|As of)\b")
 """Beginnings of a docstring that only its neighbours explain."""
 OUTSIDE = re.compile(r"\.\./(\.\./)?shared\b|/ \"shared\"|\b(DESIGN|STYLE|TRAPS|RELIABILITY)\.md|RELIABILITY S\d")

@@ -54,8 +54,7 @@ def test_help_has_an_example_and_imports_little() -> None:
         assert {name for name in COMMANDS if f"roundpipe_cli.cli.{name}" in loaded} == own, "no other command's module"
 
 
-NO_RESULT = {"init", "recipes cp", "recipes show", "recipes schema"}
-"""Commands that write files, or print a file as it is."""
+NO_RESULT = {"init", "recipes cp", "recipes show", "recipes schema"}  # write files, or print one as it is
 
 
 def command_of(words: str) -> Any:
@@ -197,7 +196,7 @@ READMES = [
 ]
 RUN_HERE = (*(f"roundpipe recipes {name}" for name in ("ls", "show", "keys", "schema")), "roundpipe --version")
 """Beginnings of commands that this file runs as they stand, unless they name a file of the user's."""
-RUN_ELSEWHERE = {
+RUN_ELSEWHERE = {  # beginning of a command -> what runs it with other files, or why no test does
     "scripts/": "minutes: by hand, and scripts/test by .ci/run",
     "python scripts/recipe_pages.py": "tests/recipe/test_recipe_keys.py",
     "python scripts/recipe_verdicts.py": "tests/planning/test_shipped_recipes.py, on the functions that it calls",
@@ -220,15 +219,13 @@ RUN_ELSEWHERE = {
     "roundpipe plan": "tests/planning/test_plan_cli.py, tests/test_guide.py",
     "roundpipe --": "the tests above",
 }
-"""Beginning of a command -> what runs it with other files, or why no test does."""
-NEEDS = {
+NEEDS = {  # commands that no test runs, by what they need
     r"roundpipe eval": "lm-eval, and tasks' data from the hub: tests/train/test_lm_eval.py on data of its own",
     r"\bcuda\b|nvidia-smi|scripts/gpu_check": "a GPU",
     r"doctor --measure|--hardware \S+\.json": "minutes; tests/costs/test_measurement.py runs its parts",
     r"^(hf|huggingface-cli) |^(git|pip|pipx|uv) ": "the network",
     r"^(torchrun|vllm|ollama|ssh|tmux|source|cd|export|docker) ": "another program",
 }
-"""Commands that no test runs, by what they need."""
 
 
 COMMAND = re.compile(r"(roundpipe|python|torchrun|hf|pip) (?!=)\S|scripts/\w+( |$)(?!.*, )")

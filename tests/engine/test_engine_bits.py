@@ -20,7 +20,7 @@ from tests.support.schedules import dealt
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 12), (1, 7), (2, 9)]  # three: of two, either may be added to the other
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # all of three blocks: layers 0 (embed), 1-3, 4 (head)
     "llama-lora-dropout-fused": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "qwen3_moe-lora": ("qwen3_moe", "lora", {}),
@@ -28,7 +28,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text-full-tied-fused": ("gemma3_text", "full", {"kernels": "auto"}),
     "llama-full-bfloat16": ("llama", "full", {"dtype": torch.bfloat16}),
 }
-"""All of three blocks: layers 0 (embed), 1-3, 4 (head)."""
 PARTITIONS = {
     "whole": ([(0, 3)], [(4, 4), (0, 3)]),
     "all-fused": ([(0, -1)], [(0, 4)]),
@@ -38,12 +37,11 @@ PARTITIONS = {
     "late-cut": ([(0, 1)], [(2, 4), (1, 1), (0, 0)]),
     "with-empty": ([(0, 1), (2, 1), (2, 3)], [(4, 4), (2, 3), (2, 1), (0, 1)]),
 }
-BOUND_STAGES = {
+BOUND_STAGES = {  # by number of workers: for one stage per worker, and for two
     1: [[(0, 4)], [(0, 1), (2, 4)]],
     2: [[(0, 1), (2, 4)], [(0, 0), (1, 1), (2, 3), (4, 4)]],
     3: [[(0, 1), (2, 3), (4, 4)], [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 4)]],
 }
-"""By number of workers: for one stage per worker, and for two."""
 
 
 Bits = tuple[object, ...]

@@ -39,12 +39,11 @@ HELD_BY_OTHERS = {
     *("full", "tied"),  # early updates; a tied table whose updates run beside the step, in test_versions.py
     *("bfloat16", "mixture-of-experts"),  # adapters of experts are both, gpt-oss has trained ones
 }
-RUNS = [
+RUNS = [  # cases and seeds: copies are put off with the odd ones. That accesses are ordered shows with any
     pytest.param(name, seeds, marks=[pytest.mark.sweep] * (len(seeds) > 1 or name in HELD_BY_OTHERS))
     for number, name in enumerate(sorted(CASES))
     for seeds in ((number % 2,), (1 - number % 2, 2, 3))
 ]
-"""Cases and seeds: copies are put off with the odd ones. That accesses are ordered shows with any."""
 MAY_WAIT = ("MainThread", "optimizer")  # threads that issue no work of a step
 
 

@@ -27,14 +27,13 @@ from scripts.sweep_plans import sweep
 from tests.support.covering import swept
 
 SERVER = "host_memory_gib=745"  # 800 GB, as the published measurements had beside 8 RTX 4090
-PUBLISHED = {
+PUBLISHED = {  # method and thousands of tokens of the longest published sequences there
     "Qwen/Qwen3-1.7B": ("full", 73),
     "Qwen/Qwen3-8B": ("full", 49),
     "openai/gpt-oss-20b": ("full", 39),
     "Qwen/Qwen3-32B": ("full", 28),
     "Qwen/Qwen3-235B-A22B": ("lora", 31),
 }
-"""Method and thousands of tokens of the longest published sequences there."""
 
 
 def recipe(model: str, *overrides: str) -> LoadedRecipe:

@@ -31,7 +31,7 @@ _LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 64},
     **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False},
 }
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {  # widths of Llama 3.3 70B, Qwen3 8B and Qwen3 30B-A3B
     "llama": {**_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "num_hidden_layers": 7},
     "qwen3": {
         **{**_LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32},
@@ -43,7 +43,6 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": 6, "decoder_sparse_step": 1},
     },
 }
-"""Widths of Llama 3.3 70B, Qwen3 8B and Qwen3 30B-A3B."""
 MACHINES = ("4x4090", "2x3090,host_memory_gib=40", "3x5090,host_memory_gib=256")
 WORDS = ["micro_batch_size=1", "gradient_accumulation_steps=8", "pipeline.weight_cache=0", "max_seq_length=4096"]
 EVERY = [(name, machine, schedule) for name in MODELS for machine in MACHINES for schedule in SCHEDULES]

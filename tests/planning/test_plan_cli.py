@@ -349,16 +349,14 @@ READ_BY_PLANNING = {
     "weight_cache_bytes": ("pipeline.weight_cache=100000000", ""),
 }
 """Option of the engine -> a value of the key that sets it, and a value for which the plan is another one."""
-DECIDED_BY_PLANNING = {"whole_per_visit", "num_slots"}
-"""Options that no recipe key sets: planner and engine read one value."""
-NEUTRAL = {
+DECIDED_BY_PLANNING = {"whole_per_visit", "num_slots"}  # set by no recipe key: planner and engine read one value
+NEUTRAL = {  # options that change neither time nor memory of a plan, each with its reason
     "seed": "changes values only",
     "label_smoothing": "a term of the loss, far below what is counted",
     "own_loss": "a program's function, whose memory nobody knows: the page says to lower head_chunk_tokens",
     "attends_in_rows": "rows are counted as full, and one row fills its sequence either way",
     "watchdog_s": "acts only when nothing moves",
 }
-"""Options that change neither time nor memory of a plan, each with its reason."""
 
 
 def test_every_option_of_the_engine_is_planned_for(recipe: Path) -> None:

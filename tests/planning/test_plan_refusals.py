@@ -33,12 +33,11 @@ FIGURES = {
     **{"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128},
 }
 UNTAUGHT = "ernie4_5_moe"  # a type that trains, and whose parameters `plan` does not count right
-MIDDLE = {
+MIDDLE = {  # no model's own shape, so that no count agrees by luck
     **{"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-"""No model's own shape, so that no count agrees by luck."""
 OF_EXPERTS = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
     *("n_group", "topk_group", "first_k_dense_replace"),

@@ -20,13 +20,12 @@ from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_text
 from scripts.recipe_pages import machine_row
 
-MODELS = {
+MODELS = {  # model -> a shipped recipe for it
     "Qwen/Qwen3-4B": "qwen3/4b_lora_1x16gb",
     "Qwen/Qwen3-14B": "qwen3/14b_lora_1x24gb",
     "Qwen/Qwen3-30B-A3B": "qwen3/30b-a3b_lora_2x24gb",
     "Qwen/Qwen3-32B": "qwen3/32b_lora_2x24gb",
 }
-"""Model -> a shipped recipe for it."""
 MACHINES = (
     *("1x4060,host_memory_gib=16", "1x3060,host_memory_gib=32", "1x4060ti-16gb,host_memory_gib=32"),
     *("1x4070,host_memory_gib=64", "1x3090,host_memory_gib=64", "1x4090,host_memory_gib=96"),
@@ -34,14 +33,13 @@ MACHINES = (
     "4x4090,host_memory_gib=128",
 )
 PRECISIONS = ("", "load_in_8bit=true", "load_in_fp8=true", "load_in_4bit=true")  # the least change of weights first
-ASKED = {
+ASKED = {  # cases of every run -> the answer; all others are swept
     ("Qwen/Qwen3-4B", "1x4060,host_memory_gib=16"): "",
     ("Qwen/Qwen3-4B", "1x3060,host_memory_gib=32"): "load_in_4bit=true",  # which stays on the card: 6 % faster than 8
     ("Qwen/Qwen3-14B", "1x4060,host_memory_gib=16"): "load_in_4bit=true",  # 16 and 8 bit would come from the disk
     ("Qwen/Qwen3-30B-A3B", "1x3090,host_memory_gib=64"): "load_in_8bit=true",  # 16 bit fits, and leaves 3 %
     ("Qwen/Qwen3-32B", "1x3090,host_memory_gib=64"): "load_in_8bit=true",  # FP8 is as fast, and changes more
 }
-"""Cases of every run -> the answer; all others are swept."""
 EVERY = [
     pytest.param(model, machine, marks=[] if (model, machine) in ASKED else [pytest.mark.sweep])
     for model in MODELS

@@ -31,7 +31,7 @@ MACHINES = (
 )
 NONE, EIGHT, FOUR = "", "load_in_8bit=true", "load_in_4bit=true"
 FITS = (F, NONE)
-PAIRS = {
+PAIRS = {  # model -> for each machine `plan`'s verdict on LoRA in 16 bit, and its first remedy
     "HuggingFaceTB/SmolLM2-1.7B": (FITS, FITS, FITS, FITS),
     "Qwen/Qwen3-4B": (FITS, FITS, FITS, FITS),
     "mistralai/Mistral-7B-v0.3": ((S, FOUR), FITS, FITS, FITS),
@@ -44,7 +44,6 @@ PAIRS = {
     "meta-llama/Llama-3.3-70B-Instruct": ((S, FOUR), (S, EIGHT), (S, FOUR), (S, EIGHT)),
     "Qwen/Qwen3-235B-A22B": ((S, FOUR), (S, FOUR), (S, FOUR), (S, FOUR)),
 }
-"""Model -> for each machine `plan`'s verdict on LoRA in 16 bit, and its first remedy."""
 ASKED = {
     "HuggingFaceTB/SmolLM2-1.7B": (0,),
     "mistralai/Mistral-7B-v0.3": (0,),

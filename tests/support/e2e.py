@@ -46,8 +46,7 @@ METRIC_KEYS += [*TIME_KEYS, "upload_bytes", "device_peak_bytes"]
 MAX_WAIT_S = 120.0
 STAGES = {"pipeline__forward_stages": [[0, 1], [2, 3]], "pipeline__backward_stages": [[4, 4], [2, 3], [0, 1]]}
 """Keys of a recipe for a model of three blocks, whose run need not plan."""
-STAGES_OF_TWO = {"pipeline__forward_stages": [[0, 1]], "pipeline__backward_stages": [[2, 3], [0, 1]]}
-"""The same for two blocks."""
+STAGES_OF_TWO = {"pipeline__forward_stages": [[0, 1]], "pipeline__backward_stages": [[2, 3], [0, 1]]}  # for two
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------

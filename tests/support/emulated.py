@@ -80,10 +80,8 @@ class Emulated:
     """The outcome of one run."""
 
     timeline: Timeline
-    late_s: tuple[float, ...]
-    """Per worker: time that its streams lost because the host issued too late, compute and links together."""
-    compute_late_s: tuple[float, ...]
-    """Per worker: the part of `late_s` that its compute stream lost; a link's lost time seldom delays anybody."""
+    late_s: tuple[float, ...]  # per worker: lost by its streams because the host issued too late, links included
+    compute_late_s: tuple[float, ...]  # the part of its compute stream; a link's lost time seldom delays anybody
     host_late_s: float  # time that the updates lost in the same way
     exposed_s: float  # time in which a worker's compute stood still and waited for transfers only
 
@@ -105,8 +103,7 @@ class EmulatedWork(Work):
         self.lanes: tuple[str, ...] = (UP, DOWN) if worker != self._host else (HOST,)
         self.streams = {lane: StreamClock() for lane in (COMPUTE, *self.lanes)}
         self.intervals: list[tuple[int, Interval]] = []  # (operation, what it did), of all threads of this worker
-        self.transfers_s: dict[int, tuple[float, float]] = {}
-        """Transfer -> when all that it waits for had happened, and its end."""
+        self.transfers_s: dict[int, tuple[float, float]] = {}  # transfer -> when it could begin, and its end
         stages = self._schedule.forward_stages, self._schedule.backward_stages
         self._times = stage_times(costs, *stages, fused_head=self._schedule.fused_head)
         self._after: dict[int, Sequence[float]] = {}

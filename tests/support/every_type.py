@@ -12,7 +12,7 @@ from tests.support.tiny import BASE, EXTRA, NO_DROPOUT
 
 MAX_PARAMETERS = 30_000_000
 MAX_HIDDEN_SIZE = 600
-GENERIC: dict[str, Any] = {
+GENERIC: dict[str, Any] = {  # values for keys that a type's configuration knows
     **BASE,
     **NO_DROPOUT,
     **{"head_dim": 16, "sliding_window": 4, "is_decoder": True},
@@ -34,7 +34,6 @@ GENERIC: dict[str, Any] = {
     # embeddings of each layer
     **{"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
 }
-"""Values for keys that a type's configuration knows."""
 _MAYBE_UNFIT = ("linear_", "mamba", "n_group", "topk", "q_lora", "kv_lora", "qk_", "v_head")
 TINY_VISION = {
     **{"hidden_size": 32, "intermediate_size": 32, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -54,7 +53,7 @@ _ZAMBA = {
     **{"num_hidden_layers": 4, "num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32},
     "use_mamba_kernels": False,
 }
-OF_TYPE: dict[str, dict[str, Any]] = {
+OF_TYPE: dict[str, dict[str, Any]] = {  # what a type needs beside or in place of these; None leaves a key out
     "dots3_note": {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}},
     "blt": {
         **{"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4], "vocab_size": 260},
@@ -134,7 +133,6 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
-"""What a type needs beside or in place of these; None leaves a key out."""
 
 
 class NoTinyConfigError(Exception):

@@ -45,13 +45,12 @@ from roundpipe_cli.train.measure import is_launch
 
 META = torch.device("meta")
 TIMED_PASSES = 2
-PRODUCTS = frozenset(
+PRODUCTS = frozenset(  # operators that are matrix products, attention included: their bytes are not counted as traffic
     {"mm", "bmm", "addmm", "addmm_", "baddbmm", "linear", "_grouped_mm", "attention", "attention_backward"}
     | {"grouped_mm", "grouped_outer"}
     | {f"_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn", "fused")
        for end in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
 )  # fmt: skip
-"""Operators that are matrix products, attention included: their bytes are not counted as traffic."""
 HOST_WAITS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim", "is_nonzero"}
     | {"unique_consecutive"}
@@ -59,8 +58,7 @@ HOST_WAITS = frozenset(
 """Operators in which the host waits for the device: it needs a number, or the size of the result."""
 _FILLS = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"})
 """Their argument gives shape and type, and is not read."""
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward, of its forward's: the scores again, and four products (arXiv 2205.14135)."""
+ATTENTION_BACKWARD = 2.5  # of the forward's FLOPs: the scores again, and four products (arXiv 2205.14135)
 
 
 @dataclass

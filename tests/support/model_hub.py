@@ -26,15 +26,12 @@ class ModelHub:
     """What it has, how it behaves, and what was asked of it."""
 
     address: str = ""
-    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """Model to its files, those included that were uploaded."""
+    models: dict[str, dict[str, bytes]] = field(default_factory=dict)  # model -> its files, uploaded ones too
     private: set[str] = field(default_factory=set)  # models that were made as private ones
     commit: str = COMMIT  # of the default branch of each model
     asked: list[tuple[str, str]] = field(default_factory=list)  # (method, path) in their order
-    sent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """File -> ranges of bytes that were asked for, from and to."""
-    status: dict[str, list[int]] = field(default_factory=dict)
-    """Part of a path -> statuses that are answered instead, one a request; the last one stays."""
+    sent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # file -> ranges of bytes asked for
+    status: dict[str, list[int]] = field(default_factory=dict)  # part of a path -> answers, the last one stays
     gated: bool = False
     retry_after: str | None = None
     slow_s: float = 0.0  # waited before each answer to a question about a model

@@ -138,7 +138,7 @@ def event_of(name: str) -> Callable[..., Any]:
     return recorded
 
 
-FAULTS: dict[str, tuple[Plant, str]] = {
+FAULTS: dict[str, tuple[Plant, str]] = {  # name -> (what plants it, case)
     # events
     "compute does not wait for uploads": (around(CudaBackend, "wait", lambda *_: None), "lora"),
     "compute does not wait for late inputs": (
@@ -202,7 +202,6 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         "head-in-chunks-bfloat16",
     ),
 }
-"""Name -> (what plants it, case)."""
 
 
 def signs_of(name: str, seed: int, expected: Bits) -> str:

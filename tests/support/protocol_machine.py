@@ -45,8 +45,7 @@ class Machine:
         program = facts.program
         self.ledger = Ledger(program, facts.links)
         self.next_issue = [0] * len(program.compute)
-        self.streams: list[deque[int]] = [deque() for _ in program.compute]
-        """Per worker: compute operations issued and not ended."""
+        self.streams: list[deque[int]] = [deque() for _ in program.compute]  # per worker: issued and not ended
         self.running: list[str] = [""] * len(program.compute)
         self.announced: set[int] = set()
         lanes = [(lane, worker) for worker in range(len(program.compute)) for lane in (UP, DOWN)]
@@ -55,8 +54,7 @@ class Machine:
         self.begun: set[int] = set()  # operations that have touched memory
         self.passed: set[int] = set()  # compute operations whose outputs have been made
         self.happened: set[int] = set()
-        self.slots: dict[tuple[int, int], tuple[int, bool]] = {}
-        """(worker, slot) -> (visit whose weights are written there, whether they are whole)."""
+        self.slots: dict[tuple[int, int], tuple[int, bool]] = {}  # (worker, slot) -> (visit, whether it is whole)
         self.sums: dict[int, tuple[int, ...]] = {}  # visit -> microbatches in its sum on the device
         self.host_sums: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
         self.on_host: set[tuple[str, int, int]] = set()

@@ -215,8 +215,7 @@ class Case:
     num_steps: int = 1
     loss_scale: float = 1.0
     steps: Callable[[Engine, Rig, Any], Bits] = train
-    bound: float = 0.0
-    """Relative error of loss and gradients, where devices compute by other formulas than the processor."""
+    bound: float = 0.0  # relative error of loss and gradients, where devices compute by other formulas
     waits: bool = False  # whether threads that issue wait for a device, as is known
     devices: Sequence[int] = (0, 1)  # one for each worker of the schedule
     float16_accumulation: bool = False
@@ -362,7 +361,7 @@ _CACHED = {"weight_cache_bytes": 10**9}
 _UNPACKED_ONCE = {"whole_per_visit": True}
 _IN_CHUNKS = random_microbatches([(2, 12), (1, 21), (1, 30)])
 _FLOAT16 = {"model": {"dtype": torch.float16}, "loss_scale": 1024.0}
-CASES: dict[str, Case] = {
+CASES: dict[str, Case] = {  # by feature
     "lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES)),
     "full": Case("llama", "full", num_steps=2, microbatches=random_microbatches(MORE_SIZES)),
     "dropout": Case("llama", "lora", _DROPOUT),
@@ -419,4 +418,3 @@ CASES: dict[str, Case] = {
     "evaluation": Case("llama", "lora", _REFERENCE, steps=evaluate),
     "preference": Case("llama", "lora", microbatches=pairs()),
 }  # fmt: skip
-"""By feature."""

@@ -17,8 +17,7 @@ from tests.support.simulated_cuda import Simulation
 from tests.support.tiny import random_microbatches
 from tests.support.try_type import reason
 
-BOUND = 1e-4
-"""Of the relative error; grouped products of experts round otherwise than the loop over them on the processor."""
+BOUND = 1e-4  # of the relative error; grouped products of experts round otherwise than a loop over them
 
 
 def step_of(config: Any, method: str) -> str:

@@ -32,7 +32,7 @@ TOWER: dict[str, Any] = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 _VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "num_embeddings": 16}
-OF_WRAPPER: dict[str, dict[str, Any]] = {
+OF_WRAPPER: dict[str, dict[str, Any]] = {  # what a type needs beside or in place of these
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), {"text_config": _SECTIONS}),
     **dict.fromkeys(("glm4v", "glm46v", "glmga", "glm_ocr", "cosmos3_edge", "hunyuan_vl"), {"text_config": _SECTIONS}),
     "gemma4": {"vision_config": TINY_VISION},
@@ -54,7 +54,6 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "ovis2": {"vocab_size": 128, "hidden_size": 64},
 }
-"""What a type needs beside or in place of these."""
 
 
 def wrapper_types() -> list[str]:

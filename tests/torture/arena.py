@@ -158,8 +158,7 @@ def start(
     return launch(work, "finetune", "recipe.yaml", *words, environment=surroundings, before=before)
 
 
-LATE = 1.15
-"""Moments are drawn up to this many times the expected length of a run; those that come too late are drawn again."""
+LATE = 1.15  # times the expected length of a run: moments up to it; too late ones are drawn again
 
 
 def at_a_moment(

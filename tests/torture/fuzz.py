@@ -38,8 +38,7 @@ class Reader:
     make: Callable[[Path], object]  # writes good files into a folder, and loads what reading needs
     damage: Callable[[Path, random.Random], None]  # damages the files of a folder
     read: Callable[[Path], None]  # reads them as a command does; raises as a command does
-    warm: Callable[[Path], None] | None = None
-    """Loads what reading imports, where reading itself would leave threads behind."""
+    warm: Callable[[Path], None] | None = None  # loads what reading imports, where reading would leave threads behind
 
 
 def fuzz(name: str, reader: Reader, arena: Arena, count: int) -> Seen:

@@ -24,8 +24,7 @@ from tests.torture.arena import Arena, Seen
 ENDS_WITHIN_S = 2.0
 MEMORY_BYTES = 300 * 1024**2
 
-Spoil = Callable[[Path, str], None]
-"""Spoils a model folder, given the path of the canary file that any code which runs would make."""
+Spoil = Callable[[Path, str], None]  # spoils a model folder, given the file that code which runs would make
 
 
 class _Evil:

@@ -23,8 +23,7 @@ from tests.torture.arena import (
 )
 
 KILLS_PER_TRY = 3  # one where there is one try
-SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}
-"""Saves take longer than everything else together, so that many kills fall into one."""
+SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}  # many kills fall into a save
 BRISK_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}  # for few tries, of which no share is asked
 MIN_IN_SAVES = 0.25
 ENOUGH_KILLS = 30  # from which number of kills on that share is asked for

@@ -18,12 +18,11 @@ ODD: list[Any] = [
     *(0.0, -0.0, -0.5, 0.3, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")),
     *(None, True, False, [], {}, [[]], [None], {"a": 1}, [2**62], ["x"], {"": {"": [1, "x"]}}, [0] * 20_000),
 ]
-TEXTS = (
+TEXTS = (  # values as text that readers of JSON or YAML take for different things, or for nothing
     *(b"1e400", b"-0", b"NaN", b"-Infinity", b"0x10", b"9" * 5000, b"010", b"1_000", b"12:30:00", b"~", b"*a", b"&a b"),
     *(b'"\\ud800"', b'"' + b"x" * 300_000 + b'"', b'"\xe2\x82"', b"\x00", b"", b"{{ 1 // 0 }}", b"${model}"),
     *(b"!!int x", b"[" * 3000 + b"]" * 3000, b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" + b"0," * 100_000 + b"0]"),
 )
-"""Values as text that readers of JSON or YAML take for different things, or for nothing."""
 
 
 def damage_bytes(path: Path, draw: random.Random) -> None:

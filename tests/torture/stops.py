@@ -59,8 +59,7 @@ def ctrl_c(arena: Arena, count: int, again_s: tuple[float, ...] = (), environmen
     return _stopped_at_random(arena, count, stop, signal.SIGINT, environment, resumes=count > 1 or not again_s)
 
 
-ctrl_c_twice = functools.partial(ctrl_c, again_s=(0.2,), environment=SLOW_STEPS)
-"""The second before the step under way can have ended."""
+ctrl_c_twice = functools.partial(ctrl_c, again_s=(0.2,), environment=SLOW_STEPS)  # before the step can have ended
 
 
 def _stopped_at_random(

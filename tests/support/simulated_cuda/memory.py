@@ -34,8 +34,7 @@ class Segment:
         self.history = History(name)
         self.end = 0  # of the bytes that were ever given out
         self.num_used = 0  # blocks that are not free
-        self.whole = torch.from_numpy(self.bytes)
-        """All of it, for copies that happen later, whoever has the bytes by then."""
+        self.whole = torch.from_numpy(self.bytes)  # for copies that happen later, whoever has the bytes by then
 
 
 @dataclass(eq=False)
@@ -45,13 +44,10 @@ class Block:
     segment: Segment
     start: int
     num_bytes: int
-    used_by: dict[int, Marker] = field(default_factory=dict)
-    """By stream: where it was when it last used the block beside the block's own stream."""
+    used_by: dict[int, Marker] = field(default_factory=dict)  # other streams: where they last used it
     recorded: set[int] = field(default_factory=set)  # streams that `record_stream` named
-    known: Clock = field(default_factory=dict)
-    """What had happened when it became free: no later access to it comes before that."""
-    done: dict[Line, int] = field(default_factory=dict)
-    """By stream: number of its operations that were over before it was given out again."""
+    known: Clock = field(default_factory=dict)  # what had happened when it became free
+    done: dict[Line, int] = field(default_factory=dict)  # stream -> operations over before its reuse
 
     def poison(self) -> None:
         """Write over the block, behind the copies that its own stream has put off: those may still use it."""
@@ -91,15 +87,12 @@ class CachingAllocator:
     def __init__(self, name: str, round_bytes: Callable[[int], int], streams: Streams) -> None:
         self.name, self._round_bytes, self._streams = name, round_bytes, streams
         self.limit_bytes: Callable[[], int] = lambda: 1 << 62  # that may be reserved, now
-        self.refuses: Callable[[], bool] = lambda: False
-        """Whether the driver cannot give memory in the way that it is asked for."""
+        self.refuses: Callable[[], bool] = lambda: False  # whether the driver cannot give memory that way
         self._segments: list[Segment] = []
         self._free: dict[tuple[Pool, int], list[Block]] = {}  # by pool and size
-        self._returned: deque[Block] = deque()
-        """Freed, perhaps by a thread in the middle of something else, and not seen to yet."""
+        self._returned: deque[Block] = deque()  # freed, perhaps amid something else, not seen to yet
         self._waiting: list[Block] = []  # freed, and held back for streams that use them
-        self.on_return: Callable[[Block], None] = lambda block: None
-        """Notes where the streams are that a freed block waits for."""
+        self.on_return: Callable[[Block], None] = lambda block: None  # notes where streams are that it waits for
         self.allocated_bytes = self.peak_bytes = self.peak_reserved_bytes = 0
 
     @property

@@ -33,13 +33,11 @@ class Line:
         self.count = 0  # operations so far
         self.completed = 0  # operations that the host knows to be done
         self.seen: Clock = {}  # of its transfers, those that the host knows to be done
-        self.by_program = False
-        """A worker's: what its order with other streams comes from is in the program (`program.py`)."""
+        self.by_program = False  # a worker's: its order with other streams comes from the program (`program.py`)
         self.carries = False  # it carries transfers
         self.issuer = (0, 0, 0)  # thread that issued the last operation, and what it knew then
         self.transfers: list[Actor] = []  # those on it that its own actor does not know of yet
-        self.deferred: deque[tuple[int, Callable[[], None]]] = deque()
-        """(number of the operation, what it does): copies that are put off."""
+        self.deferred: deque[tuple[int, Callable[[], None]]] = deque()  # (operation, what it does): put off
         self.ends_at: float = math.inf  # the device hangs: operations from here on never end
 
     def join_transfers(self) -> None:
@@ -110,8 +108,7 @@ class Streams:
         self.failed: set[int] = set()  # devices for which the driver has an error, from now on for every call
         self.num_freed_on_failed = 0
         """Blocks that were freed on those while another stream might use them: torch would ask the driver, and end."""
-        self._left: dict[int, tuple[int, Callable[[int], None]]] = {}
-        """Device -> operations until it fails or hangs, and which."""
+        self._left: dict[int, tuple[int, Callable[[int], None]]] = {}  # device -> operations until it fails or hangs
 
     def break_after(self, device: int, num_operations: int, how: Callable[[int], None]) -> None:
         """`fail`, `fail_all` or `hang`, with the last of so many operations of a device."""
