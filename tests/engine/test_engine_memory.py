@@ -137,9 +137,7 @@ def test_live_bytes_stay_within_the_bound(deep: Rig, blocks_per_stage: int, reco
         + 4 * deep.store.layouts[-1].num_trainable_elements  # the head's sum over the chunks of a microbatch
     )
     model = sum(layout.num_bytes + 4 * layout.num_trainable_elements for layout in deep.store.layouts)
-
     peaks = run(deep, schedule, recompute).device_peak_bytes
-
     assert max(peaks) <= bound
     assert min(peaks) >= slots - NUM_SLOTS * 512 * (blocks_per_stage + 1) + activations, "something is not counted"
     if blocks_per_stage == 1:

@@ -80,7 +80,6 @@ def check_parity(
         for step in range(num_steps):
             microbatches = random_microbatches(SIZES, seed=step)
             result = engine.run_step(microbatches, schedule, step=step)
-
             loss = plain_step(rig, microbatches, step, seed)
             if step > 0:
                 set_weights(synced, rig.store)

@@ -143,9 +143,7 @@ def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], as
     folder = workspace(tmp_path, models[model])
     ours = setup_of(folder, *overrides, "pipeline.devices=[cpu, cpu, cpu]")
     trainer = train(ours, folder)
-
     reference = by_one_worker(setup_of(folder, *overrides, "pipeline.devices=[cpu]"), trainer, overflow_step)
-
     assert [row["loss_hex"] for row in metrics(folder / "out")] == [loss.hex() for loss in reference.losses]
     assert ours.store.newest == NUM_STEPS and trainer.steps.updates_early is name.endswith("no-clip")
     for parameter, weights, key in zip(reference.parameters, reference.weights, reference.names, strict=True):

@@ -113,7 +113,6 @@ def test_the_three_commands_ask_the_same_and_get_the_same(
     planner = planner_of(question)
     trained = planner.case(8)
     assert replace(trained, costs=replace(trained.costs, device_memory_bytes=None)) == planned
-
     planner.measured = True
     plan, run = make_plan(loaded, machine), planner.schedule(8)
     cut = choose(schedule, benched, effort="quick")

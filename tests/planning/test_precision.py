@@ -74,13 +74,11 @@ def test_every_command_takes_the_least_change(model: str, machine: str) -> None:
     }
     best = expected(plans)
     assert ASKED.get((model, machine), best) == best == " ".join(chosen.overrides)
-
     own = [change for change in remedies(plans[best]) if not change.overrides[0].startswith("model=")]
     assert not own, "what `init` writes is not to be changed"
     first = remedies(plans[""])[:1]
     assert (summary_of(plans[""]).word == "FITS") == (not first)
     assert not first or " ".join(first[0].overrides) == best
-
     row = machine_row(machine, MODELS[model])
     assert f"`roundpipe finetune {' '.join(filter(None, [MODELS[model], best]))}`" in row
 
