@@ -12,24 +12,7 @@ import pytest
 import torch
 
 import roundpipe_cli
-from roundpipe_cli.choices import (
-    EXAMPLES,
-    OBJECTIVES,
-    OPTIMIZER_KEYS,
-    OPTIMIZERS,
-    PACKED_FORMATS,
-    ROW_KINDS,
-    SCALE_BYTES,
-    SCHEDULE_KINDS,
-    SCHEDULES,
-    SCORING_OBJECTIVES,
-    LossName,
-    Objective,
-    OptimizerName,
-    PackedFormat,
-    PackedName,
-    RowType,
-)
+from roundpipe_cli import choices
 from roundpipe_cli.cli.init_choice import choose_objective
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.data.columns import unused_columns
@@ -48,22 +31,22 @@ KEYS = {field.name for field in fields(Recipe)}
 
 
 @pytest.mark.parametrize("has_momentum", [False, True])
-@pytest.mark.parametrize("name", get_args(OptimizerName))
+@pytest.mark.parametrize("name", get_args(choices.OptimizerName))
 def test_every_optimizer_has_its_rule_and_keeps_what_the_table_says(name: Any, has_momentum: bool) -> None:
     """Earlier an optimizer that was forgotten in the table of memory was a KeyError in `plan`."""
     shape = torch.Size((256, 512))
-    kind = OPTIMIZERS[name]
+    kind = choices.OPTIMIZERS[name]
     rule = make_rule(name, momentum=0.9 if has_momentum else 0.0)
     kept = sum(tensor.nbytes for tensor in rule.make_state(shape).values())
     assert kept == shape.numel() * kind.state_bytes(*shape, has_momentum=has_momentum)
-    assert set(kind.keys) <= set(OPTIMIZER_KEYS) <= KEYS
+    assert set(kind.keys) <= set(choices.OPTIMIZER_KEYS) <= KEYS
 
 
 def test_every_type_of_rows_has_its_columns_and_its_rules() -> None:
     """Three lists have to agree; a type that one of them lacked trained answers that its rows reject."""
-    assert set(get_args(RowType)) == set(ROW_KINDS)
+    assert set(get_args(choices.RowType)) == set(choices.ROW_KINDS)
     row = {"question": "Q", "rejected": "no"}
-    for name, kind in ROW_KINDS.items():
+    for name, kind in choices.ROW_KINDS.items():
         if kind.num_answers < 2:
             with pytest.raises(BadRowError, match="preference pair"):
                 unused_columns(row, {"question"}, name)
@@ -71,14 +54,25 @@ def test_every_type_of_rows_has_its_columns_and_its_rules() -> None:
 
 def test_every_objective_has_its_loss_and_its_settings() -> None:
     """Story: a name of the list alone was accepted, and a sigmoid without a reference was trained."""
-    assert set(get_args(Objective)) == set(OBJECTIVES) and next(iter(OBJECTIVES)) == Recipe.objective
-    assert {OBJECTIVES[name].loss for name in SCORING_OBJECTIVES} == set(get_args(LossName)) == set(SEQUENCE_LOSSES)
-    assert len({OBJECTIVES[name].loss_type for name in SCORING_OBJECTIVES} - {None}) == len(SCORING_OBJECTIVES)
+    assert (
+        set(get_args(choices.Objective)) == set(choices.OBJECTIVES)
+        and next(iter(choices.OBJECTIVES)) == Recipe.objective
+    )
+    assert (
+        {choices.OBJECTIVES[name].loss for name in choices.SCORING_OBJECTIVES}
+        == set(get_args(choices.LossName))
+        == set(SEQUENCE_LOSSES)
+    )
+    assert len({choices.OBJECTIVES[name].loss_type for name in choices.SCORING_OBJECTIVES} - {None}) == len(
+        choices.SCORING_OBJECTIVES
+    )
     of_papers = {"dpo": (True, False), "orpo": (False, True), "simpo": (False, True), "ipo": (True, True)}
-    in_table = {name: (kind.needs_reference, kind.averages) for name, kind in OBJECTIVES.items() if name in of_papers}
+    in_table = {
+        name: (kind.needs_reference, kind.averages) for name, kind in choices.OBJECTIVES.items() if name in of_papers
+    }
     assert in_table == of_papers  # tests of the losses ask the table
-    for name in SCORING_OBJECTIVES:
-        recipe, kind = Recipe(**REQUIRED, objective=name), OBJECTIVES[name]
+    for name in choices.SCORING_OBJECTIVES:
+        recipe, kind = Recipe(**REQUIRED, objective=name), choices.OBJECTIVES[name]
         assert kind.section in KEYS and recipe.scores_answers and hasattr(recipe.loss_settings, "beta")
         assert isinstance(kind.nll_factor, float) or hasattr(recipe.loss_settings, kind.nll_factor)
     with pytest.raises(AssertionError, match="compares no answers"):
@@ -109,7 +103,7 @@ ASKING: dict[str, Callable[[], object]] = {
 def test_every_room_asks_what_a_row_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a kind of rows without its entry. Whoever treats it as any other one would not fail."""
     ASKING[name]()
-    monkeypatch.delitem(EXAMPLES, "pair")  # type: ignore[arg-type]
+    monkeypatch.delitem(choices.EXAMPLES, "pair")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="pair"):
         ASKING[name]()
 
@@ -121,19 +115,19 @@ def test_no_file_but_the_table_compares_an_objectives_name() -> None:
     wrong = {
         file.name: names
         for file in files
-        if (names := _compared(ast.parse(file.read_text())) & {*OBJECTIVES, *EXAMPLES})
+        if (names := _compared(ast.parse(file.read_text())) & {*choices.OBJECTIVES, *choices.EXAMPLES})
     }
     assert wrong == {}
 
 
 def test_no_rule_and_no_name_is_without_entry() -> None:
-    assert set(get_args(OptimizerName)) == set(OPTIMIZERS) == set(RULES)
-    assert list(SCHEDULE_KINDS) == list(SCHEDULES)
-    assert get_type_hints(Recipe)["optim"] == OptimizerName
+    assert set(get_args(choices.OptimizerName)) == set(choices.OPTIMIZERS) == set(RULES)
+    assert list(choices.SCHEDULE_KINDS) == list(choices.SCHEDULES)
+    assert get_type_hints(Recipe)["optim"] == choices.OptimizerName
 
 
-@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: kind.name)
-def test_packed_weights_take_what_the_table_says(kind: PackedFormat) -> None:
-    assert (kind.key in KEYS) is not kind.is_published and torch.finfo(torch.float32).bits // 8 == SCALE_BYTES
+@pytest.mark.parametrize("kind", choices.PACKED_FORMATS.values(), ids=lambda kind: kind.name)
+def test_packed_weights_take_what_the_table_says(kind: choices.PackedFormat) -> None:
+    assert (kind.key in KEYS) is not kind.is_published and torch.finfo(torch.float32).bits // 8 == choices.SCALE_BYTES
     assert packed_bytes(torch.Size([1024, 1024]), kind.name) == 2**20 * kind.bytes_per_param
-    assert set(get_args(PackedName)) == set(PACKED_FORMATS)
+    assert set(get_args(choices.PackedName)) == set(choices.PACKED_FORMATS)

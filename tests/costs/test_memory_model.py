@@ -12,27 +12,13 @@ from typing import Any, get_args
 import pytest
 
 from roundpipe_cli.choices import OptimizerName
+from roundpipe_cli.costs import memory
 from roundpipe_cli.costs.analytic import Case, activation_bytes, case_of
 from roundpipe_cli.costs.block_work import block_work, is_masked
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import cpu_devices
-from roundpipe_cli.costs.memory import (
-    ALLOCATOR_VARIABLES,
-    HOST_MARGIN,
-    Need,
-    cpu_workers_need,
-    device_need,
-    disk_need,
-    fixed_device_need,
-    grows_segments,
-    host_need,
-    loading_need,
-    rounds_kept,
-    usable_device_bytes,
-    without_gaps,
-)
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import QUICK, plan_partition
@@ -59,14 +45,14 @@ def changed(case: Case, **changes: Any) -> Case:
     return case_of(case.architecture, replace(case.settings, **changes), case.hardware)
 
 
-def part(need: Need, name: str) -> int:
+def part(need: memory.Need, name: str) -> int:
     return sum(num_bytes for part, num_bytes in need.parts.items() if name in part)
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
 def test_temporaries_of_the_optimizer_are_counted(optimizer: OptimizerName) -> None:
     """Adafactor alone takes a parameter as a whole: here the embedding, of 128,256 x 4,096 elements."""
-    need = host_need(ask(LLAMA, "8x4090", method="full", optimizer=optimizer), (33, 33), 8)
+    need = memory.host_need(ask(LLAMA, "8x4090", method="full", optimizer=optimizer), (33, 33), 8)
     assert part(need, "temporaries") == (8 * 128_256 * 4096 if optimizer == "adafactor" else 0)
 
 
@@ -74,10 +60,10 @@ def test_a_block_of_packed_weights_lies_whole_on_the_device_for_its_call() -> No
     """They were not counted: 1 GB of a card's memory for Qwen3-32B."""
     whole = ask(QWEN, "1x4090")
     in_4bit = changed(whole, packed_as="4bit")
-    unpacked = part(fixed_device_need(in_4bit), "unpacked")
+    unpacked = part(memory.fixed_device_need(in_4bit), "unpacked")
     assert unpacked == 2 * max(block.params for block in whole.architecture.blocks) > 9.7e8
     for other in (whole, changed(in_4bit, method="full")):  # trained weights are never packed
-        assert part(fixed_device_need(other), "unpacked") == 0
+        assert part(memory.fixed_device_need(other), "unpacked") == 0
 
 
 @pytest.mark.parametrize("earliest_free", [False, True])
@@ -97,7 +83,7 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
         cut = StageCut(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
         schedule = make_schedule("roundpipe", cut, case, num_steps=2)
         stages = len(plan.forward_stages), len(plan.backward_stages)
-        counted = rounds_kept(workers, *stages) * plan.microbatches_per_round
+        counted = memory.rounds_kept(workers, *stages) * plan.microbatches_per_round
         found = most_kept(schedule, simulate(schedule, costs, staleness=1))
         shape = workers, num_blocks, *stages, plan.microbatches_per_round
         assert found <= counted * 1.05, shape
@@ -127,7 +113,7 @@ def most_kept(schedule: Schedule, timeline: Timeline) -> float:
 def test_recompute_by_layer_keeps_one_layer_and_the_inputs_of_the_rest() -> None:
     case, stages = ask(QWEN, "8x4090", micro_batch_size=4), even_cut(66, 4, 4)
     whole, layered, nothing = (
-        device_need(changed(case, recompute=how), *stages).total_bytes for how in ("stage", "layer", "none")
+        memory.device_need(changed(case, recompute=how), *stages).total_bytes for how in ("stage", "layer", "none")
     )
     assert layered < whole < nothing
 
@@ -169,7 +155,7 @@ def test_a_chunks_attention_by_hand() -> None:
 
 def test_many_chunks_of_a_long_row_need_room_for_gradients_of_all_its_keys() -> None:
     few, many = (
-        part(fixed_device_need(ask(LLAMA, "1x4090", max_seq_length=65536, sequence_chunks=count)), "workspace")
+        part(memory.fixed_device_need(ask(LLAMA, "1x4090", max_seq_length=65536, sequence_chunks=count)), "workspace")
         for count in (2, 64)
     )
     assert few == 2 * 32768 * (3 * 14336 + 2 * 4096)
@@ -207,14 +193,14 @@ def test_the_gradient_of_the_heads_matrix_counts_where_activations_leave_no_room
         case = ask(LLAMA, "2x4090", method="full", max_seq_length=tokens, num_microbatches=4)
         stages = even_cut(len(case.costs.layers), 1, 1)
         matrix = case.architecture.vocab_size * case.architecture.hidden_size * case.settings.dtype_bytes
-        largest = part(device_need(case, *stages), "largest weight")
+        largest = part(memory.device_need(case, *stages), "largest weight")
         assert 0.5 * matrix < largest <= 1.01 * matrix if expected else largest == 2 * 4096 * 14336
-        assert part(device_need(changed(case, method="lora"), *stages), "largest weight") == 0
+        assert part(memory.device_need(changed(case, method="lora"), *stages), "largest weight") == 0
 
 
 def test_workers_beyond_the_stages_each_hold_the_heads_logits() -> None:
     case, cuts = on_processor(), (((), ((0, 31),)), ((), ((16, 31), (0, 15))))
-    one, two = (Need(cpu_workers_need(case, cut, microbatches_per_round=2)) for cut in cuts)
+    one, two = (memory.Need(memory.cpu_workers_need(case, cut, microbatches_per_round=2)) for cut in cuts)
     gradients = sum(layer.grad_bytes for layer in case.costs.layers)
     assert part(one, "wait for their turn") == 2 * gradients and part(two, "wait for their turn") == 0
     assert part(one, "CPU workers") - part(two, "CPU workers") > case.costs.layers[-1].activation_bytes
@@ -265,8 +251,8 @@ def test_limits_for_the_planner_make_every_cut_fit(model: str, hardware: str, me
     assert forward >= backward >= 1 and beside_head >= 0
     last = len(case.costs.layers) - 1
     stages = [(last - beside_head, last), (2, 1 + min(backward, last - 2))]
-    need = device_need(case, [(1, min(forward, last - 1))], stages)
-    assert need.total_bytes <= usable_device_bytes(case.hardware.devices[0])
+    need = memory.device_need(case, [(1, min(forward, last - 1))], stages)
+    assert need.total_bytes <= memory.usable_device_bytes(case.hardware.devices[0])
 
 
 def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
@@ -292,7 +278,7 @@ ADAPTED = BLOCKS * 16 * sum(map(sum, LINEARS))
 MIB = 1024**2
 
 
-def _by_name(need: Need) -> dict[str, int]:
+def _by_name(need: memory.Need) -> dict[str, int]:
     return dict(need.largest_first)
 
 
@@ -326,7 +312,7 @@ def _by_name(need: Need) -> dict[str, int]:
     ids=["lora", "full-float32-sharded", "full-sharded", "4bit-from-disk"],
 )  # fmt: skip
 def test_every_part_of_the_hosts_need_by_hand(changes: dict[str, Any], expected: dict[str, int]) -> None:
-    found = _by_name(host_need(ask(QWEN, "8x4090", **changes), (5, 11), 8))
+    found = _by_name(memory.host_need(ask(QWEN, "8x4090", **changes), (5, 11), 8))
     found.pop("temporaries of the optimizer", None)
     assert found == {
         **expected,
@@ -343,7 +329,7 @@ def test_every_part_of_a_devices_need_by_hand() -> None:
     stages = ((0, 3), (4, 63)), ((64, 65), (60, 63), (0, 59))
     chunk = 1024 * (VOCABULARY * 2 + HIDDEN * 6 * 4) + tokens * HIDDEN * 3 * 2
     workspace = 2 * tokens * (3 * WIDE + 2 * HIDDEN)
-    assert _by_name(device_need(case, *stages)) == {
+    assert _by_name(memory.device_need(case, *stages)) == {
         "2 slots for the weights and gradients of a stage": 2 * (2 + 4) * 59 * BLOCK,  # layer 0, embed, stays outside
         "activations": 59 * activations,
         "kept activations": 3 * 4 * activations,
@@ -366,37 +352,37 @@ def test_kept_activations_are_counted_once() -> None:
     ):
         case = ask(QWEN, "1x4090", num_microbatches=4, **changes)
         block = activation_bytes(case.architecture, case.architecture.blocks[0], case.settings)
-        need = device_need(case, *stages)
+        need = memory.device_need(case, *stages)
         assert (part(need, "kept"), need.parts["activations"]) == (4 * count * block, at_work * block)
-    by_layer = device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6, recompute="layer"), *stages)
+    by_layer = memory.device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6, recompute="layer"), *stages)
     assert part(by_layer, "kept") == 4 * 6 * block
-    kept = part(device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6), *stages, 2), "kept")
+    kept = part(memory.device_need(ask(QWEN, "1x4090", num_microbatches=4, keep_blocks=6), *stages, 2), "kept")
     assert kept == 2 * 6 * block, "of a round alone"
 
 
 def test_memory_in_gaps_is_left_where_segments_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 reserved 10.53 GB for full fine-tuning where 7.64 GB were planned."""
-    for name in ALLOCATOR_VARIABLES:
+    for name in memory.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     virtual = ("GRID A100-10C", "NVIDIA A40-48Q", "NVIDIA A40-12A", "NVIDIA A40-2B", "NVIDIA A40-4C")
-    assert grows_segments("NVIDIA RTX A6000") and not any(map(grows_segments, virtual))
+    assert memory.grows_segments("NVIDIA RTX A6000") and not any(map(memory.grows_segments, virtual))
     for settings, grows in (("max_split_size_mb:128", False), ("expandable_segments:True", True), ("", False)):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-        assert grows_segments("NVIDIA RTX A6000") == grows
+        assert memory.grows_segments("NVIDIA RTX A6000") == grows
     needed, context = int(7.64e9), 860 * MIB
-    assert without_gaps(int(10.53e9) + context, "full") == pytest.approx(needed + context, rel=0.01)
-    assert without_gaps(needed, "lora") == needed
+    assert memory.without_gaps(int(10.53e9) + context, "full") == pytest.approx(needed + context, rel=0.01)
+    assert memory.without_gaps(needed, "lora") == needed
 
 
 def test_loading_and_the_disk_by_hand() -> None:
     case = ask(QWEN, "8x4090", method="full", save_total_limit=2)
-    assert _by_name(loading_need(case.architecture, case.settings)) == {
+    assert _by_name(memory.loading_need(case.architecture, case.settings)) == {
         "trained weights": 2 * WHOLE,
         "float32 masters": 4 * WHOLE,
         "interpreter": 418 * MIB,
         "tokenizer": 700 * VOCABULARY,
     }
-    on_disk = _by_name(disk_need(case.architecture, case.settings))
+    on_disk = _by_name(memory.disk_need(case.architecture, case.settings))
     assert on_disk == {"3 checkpoints": 3 * 12 * WHOLE, "the result": 2 * WHOLE}
 
 
@@ -407,6 +393,6 @@ def test_loading_alone_may_be_what_is_short() -> None:
     verdict = judge(case, cut)
     step, loading = verdict.host.total_bytes, verdict.loading.total_bytes
     assert verdict.fits and step < loading
-    between = replace(case.hardware, host_memory_bytes=int((step + loading) / 2 / (1 - HOST_MARGIN)))
+    between = replace(case.hardware, host_memory_bytes=int((step + loading) / 2 / (1 - memory.HOST_MARGIN)))
     verdict = judge(replace(case, hardware=between), cut)
     assert not verdict.fits and "a weight while it is converted" in verdict.reasons[0]
