@@ -58,7 +58,6 @@ time.tzset()
 
 @pytest.fixture(scope="session")
 def shared_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `SHARED_CACHES`, the same for all processes of this run."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-caches"
     for name in SHARED_CACHES:
@@ -80,13 +79,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of three blocks, to copy."""
     return _made(tmp_path_factory, num_hidden_layers=3)
 
 
 @pytest.fixture(scope="session")
 def two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of two blocks."""
     return _made(tmp_path_factory, num_hidden_layers=2)
 
 
@@ -111,7 +108,6 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def new_threads() -> Callable[[], list[str]]:
-    """Names of the threads that have begun in this test and run."""
     before = set(threading.enumerate())
     return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
 

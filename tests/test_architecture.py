@@ -126,7 +126,6 @@ def test_no_import_cycles_late_imports_included() -> None:
 
 
 def test_folders_do_not_import_in_circles() -> None:
-    """A room's files may import its folders; a folder imports neither its room's files nor, in a circle, another."""
     folders = {path.parent for path in sources()}
     needs: dict[Path, set[Path]] = {folder: set() for folder in folders}
     upwards = []

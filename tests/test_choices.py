@@ -43,7 +43,6 @@ def test_every_optimizer_has_its_rule_and_keeps_what_the_table_says(name: Any, h
 
 
 def test_every_type_of_rows_has_its_columns_and_its_rules() -> None:
-    """Three lists have to agree; a type that one of them lacked trained answers that its rows reject."""
     assert set(get_args(choices.RowType)) == set(choices.ROW_KINDS)
     row = {"question": "Q", "rejected": "no"}
     for name, kind in choices.ROW_KINDS.items():

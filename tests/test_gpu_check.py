@@ -170,7 +170,6 @@ def test_a_part_runs_on_simulated_cards(part: str, chosen: tuple[str, ...], stat
 
 @pytest.mark.slow
 def test_a_bare_machine_runs_most_of_it_and_says_what_it_skipped(tmp_path: Path) -> None:
-    """Without bitsandbytes, datasets, gguf and omegaconf, in real processes, on simulated cards."""
     path = tmp_path / "bare.jsonl"
     chosen = ("lora on [0, 1]", "4-bit on [0, 1]", "finetune")
     names = [one.name for one in correctness.checks(CheckPlace(True, (0, 1), "tiny"))]

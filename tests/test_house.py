@@ -46,7 +46,6 @@ OUTSIDE = re.compile(r"\.\./(\.\./)?shared\b|/ \"shared\"|\b(DESIGN|STYLE|TRAPS|
 
 
 def test_a_public_name_is_defined_in_one_module() -> None:
-    """Functions, classes and types; constants belong to their modules, commands are named by the user's words."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sources():
         for node in tree_of(path).body:
@@ -224,7 +223,6 @@ def test_code_map_and_picture_are_made_from_the_code() -> None:
 
 
 def _is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function declares a command's flags."""
     return path.parent == PACKAGE / "cli" and "typer." in ast.unparse(node.args)
 
 

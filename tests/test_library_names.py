@@ -1,12 +1,5 @@
-"""Private names of other libraries: each is in one table, is there in the installed release, and one error says when a
-newer one has moved it.
-
-| library | name | where | what the user gets when it has moved |
-|---|---|---|---|
-| all of `LIBRARY_NAMES` | see there | `library_name(...)` | exit 2, with the release to install |
-| peft | `LoraModel._check_target_module_compatiblity` | `model/lora.py` | PEFT's own refusal, later |
-| torch | the names of `TORCH_NAMES` | see there | an internal error; `scripts/test` fails first |
-"""
+"""Private names of other libraries: each is in one table and in the installed release. One that a newer release has
+moved is refused with the release to install; of torch's (`TORCH_NAMES`) this test fails first."""
 
 from __future__ import annotations
 
@@ -38,7 +31,6 @@ TORCH_NAMES = {
 
 @pytest.mark.parametrize("entry", LIBRARY_NAMES, ids=lambda entry: f"{entry.library}:{entry.name}")
 def test_the_installed_release_has_the_name(entry: LibraryName) -> None:
-    """Fails on the release that moves it, and says what breaks then."""
     library_name(entry.module, entry.name)
 
 
@@ -61,7 +53,6 @@ def test_torch_has_its_names() -> None:
 
 
 def test_no_private_name_is_used_outside_of_the_tables() -> None:
-    """Found by their underscore: imported names, and attributes of imported modules and classes."""
     tables = {f"{entry.module}.{entry.name}" for entry in LIBRARY_NAMES} | set(TORCH_NAMES)
     private_modules = {path.rpartition(".")[0] for path in tables if "._" in path.rpartition(".")[0]} - {"torch._C"}
     used = {found for path in sources() for found in private_names(nodes_of(path))}

@@ -84,7 +84,6 @@ def requirements_of(wheel: zipfile.ZipFile) -> list[Requirement]:
 
 
 def test_floors_against_known_holes(wheel: zipfile.ZipFile) -> None:
-    """Below these versions a library can be made to run code, or loses data."""
     floors = {"torch": "2.11", "transformers": "5.17", "safetensors": "0.8", "pyyaml": "6", "jinja2": "3.1.6"}
     found = {canonical(one.name): str(one.specifier) for one in requirements_of(wheel)}
     assert {name: found.get(name) for name in floors} == {name: f">={floor}" for name, floor in floors.items()}

@@ -72,7 +72,6 @@ def test_dropout_is_counted(by_libraries: bool) -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *swept(["llama", "mistral"])])
 def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) -> None:
-    """Times are predicted by it, for it explains the published runs: with transformers' and PEFT's own operators."""
     found = compare(FAMILIES[model_type], method, False, TOKENS, by_libraries=True)
     assert found
     for one in found:
@@ -87,7 +86,6 @@ def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) ->
 @pytest.mark.parametrize("expert_r", [None, 0, 3])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma3_text"])
 def test_adapters_are_those_that_peft_makes(model_type: str, expert_r: int | None) -> None:
-    """Experts of every type are adapted, at a rank of their own; routers of none are."""
     model = build_skeleton(configuration(tiny(model_type)), torch.bfloat16)
     architecture = parse_config(model.config.to_dict(), name=model_type, source="tiny")
     add_lora(model, LoraSettings(r=4, alpha=4, expert_r=expert_r), dtype=torch.bfloat16, base_name="tiny")

@@ -58,7 +58,6 @@ def test_shipped_figures_are_the_published_ones_and_parameters_are_counted_exact
 
 
 def test_full_training_is_4x_linear_and_lora_3x() -> None:
-    """At a short sequence attention hardly counts, so the ratio is that of the linear layers."""
     architecture = find_model.find_architecture("Qwen/Qwen3-8B")
     short = TrainingSettings(128, micro_batch_size=64)
     for changes, passes in (({"method": "full"}, 3), ({"lora_r": 1}, 2)):

@@ -205,7 +205,6 @@ def blocks_s(name: str, hardware: str, **changes: Any) -> float:
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"])
 def test_bandwidth_and_products_count_apart(name: str) -> None:
-    """Half the bandwidth, or half the rate of products, costs less than twice the time; both cost just that."""
     memory, products = ":memory_gb_per_s=504", ":acc32_tflops=82.6:fp16_acc16_tflops=165.2"
     usual, slow_memory, slow_products, both = (
         blocks_s(name, f"4090{figures}") for figures in ("", memory, products, memory + products)

@@ -199,7 +199,6 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
 
 
 def test_cards_of_one_name_have_the_rates_that_each_of_them_has() -> None:
-    """The slowest link and the least memory; the mean of the times, which is no mean of rates."""
     slow = {"products": {**RATES["products"], "float32": [[1e9, 1e13]]}, "link_bytes_per_s": 1e10}
     both = [worker(), worker(memory_bytes=20 * 2**30, **slow), worker("other", memory_bytes=2**30)]
     for cards in (both, both[::-1]):
@@ -248,7 +247,6 @@ def test_cpu_workers_are_measured_and_the_file_names_nobody(tmp_path: Path, monk
 
 
 def test_a_part_that_fails_or_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a second measurement is refused meanwhile, whose rates would be halved."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(measure, "PARTS", {"no_such_part": None})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -131,7 +131,6 @@ def test_recompute_by_layer_keeps_one_layer_and_the_inputs_of_the_rest() -> None
     ],
 )
 def test_which_chunks_attend_with_a_mask(model: str, hardware: str, changes: dict[str, Any], has_mask: bool) -> None:
-    """Variable-length attention needs sm80, 16 bit and our kernels; sinks and capped scores need a mask."""
     case = ask(model, hardware, max_seq_length=32768, sequence_chunks=8, num_microbatches=8, **changes)
     assert {is_masked(case.architecture, block, case.settings) for block in case.architecture.blocks} == {has_mask}
     assert not changed(case, sequence_chunks=1).settings.flash_chunks

@@ -58,7 +58,6 @@ class Screen:
 
     @property
     def prompt(self) -> str:
-        """The prompt after all that was typed."""
         return f"ready {self._num_typed + 1}>"
 
     def key(self, name: str) -> None:
@@ -221,7 +220,6 @@ def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
 def test_who_leaves_a_display_has_the_exit_code_of_ctrl_c(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_shown: bool
 ) -> None:
-    """Once it is painted; before that, the command's own handling of Ctrl-C says it."""
     monkeypatch.setattr("roundpipe_cli.cli.display.is_terminal", lambda: True)
     expected = StoppedError if is_shown else KeyboardInterrupt
     with pytest.raises(expected) as left, Display(lambda event: None, dashboard=True) as display:

@@ -259,7 +259,6 @@ def test_very_many_pieces_of_work_keep_their_shares(num_spans: int) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("width", [38, 76, 150])
 def test_kinds_of_work_have_their_share_of_a_lane(num_workers: int, width: int) -> None:
-    """With eight workers recompute took 28 % of the time and no cell: each slice showed its majority only."""
     timeline = recorded_step(num_workers)
     seconds = makespan_s(timeline)
     for worker in range(num_workers):

@@ -109,7 +109,6 @@ def test_only_what_the_next_work_needs_is_a_cause(spans: tuple[Span, ...], expec
 def test_what_is_left_of_a_slice_is_what_most_of_it_waited_for(
     lane: str, letter: str, waited_s: float, expected: str
 ) -> None:
-    """A half of the time without work decides, however much work the slice has."""
     spans = [work("F", 0, n, n + 0.6) for n in range(10)]
     spans += [work("O" if lane == "host" else "U", 1, n + 0.6, n + 0.6 + waited_s, lane=lane) for n in range(10)]
     shown = slices(spans, 10, 1.0, 10)
@@ -117,7 +116,6 @@ def test_what_is_left_of_a_slice_is_what_most_of_it_waited_for(
 
 
 def test_a_wait_for_an_update_has_a_cause_and_a_mark() -> None:
-    """From when all else was there until the host had updated the weights; another worker's wait is not its own."""
     spans = (
         work("F", 0, 0, 1, worker=1),
         Span(1, "host", "O", 0, -1, 0, 4),

@@ -47,7 +47,6 @@ from tests.support.recorded import recorded_run
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The output directory of a finished run of three steps, with its trace."""
     folder = make_workspace(tmp_path_factory.mktemp("run") / "w", model, num_train_epochs=1)
     done = finetune(folder, "--trace").expect(0)
     assert "predicted" in done.err and "forward and backward" in done.err
@@ -56,7 +55,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long `watch` waits for more of a run that is over."""
     monkeypatch.setattr("roundpipe_cli.cli.follow.GRACE_S", 0.2)
 
 
@@ -260,7 +258,6 @@ REWARDS = {"rewards_chosen": 0.8, "rewards_rejected": 0.1, "reward_margin": 0.7,
 
 
 def write_files(folder: Path, events: Sequence[tuple[float, Event]]) -> Path:
-    """The files that a run with these events leaves."""
     step, rows, lines = 0, [], []
     for time_s, event in events:
         if isinstance(event, StepFinished):

@@ -84,7 +84,6 @@ def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[i
 @pytest.mark.parametrize("late", ["none", "up", "down", "compute"])
 @pytest.mark.parametrize("kept", [1, 4])
 def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
-    """All weights on the device, gradients of each microbatch to the host's sum by the down lane."""
     sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
     rigs = [make_rig("llama", "lora") for _ in range(2)]
     usual = run(rigs[0], [0], sizes)
@@ -116,7 +115,6 @@ def test_many_steps_through_reused_staging_give_one_loss() -> None:
 
 
 def test_copies_keep_their_order() -> None:
-    """A tensor goes up, is changed behind its event and comes down again, while its host memory is already reused."""
     backend = cuda.CudaBackend(0)
     host = backend.host_like(torch.zeros(2**22, device="cuda:0"))
     assert host.is_pinned()

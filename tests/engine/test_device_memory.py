@@ -58,7 +58,6 @@ class Counting(CpuBackend):
 
 
 def rig_and_stages() -> tuple[Rig, Any, Any]:
-    """Schedules of one layer a stage, and of all blocks in one."""
     rig = make_rig("llama", "lora")
     last = rig.num_layers - 1
     whole = [(0, last - 1)]
@@ -159,7 +158,6 @@ def num_kept(rig: Rig, schedule: Schedule, layers: set[int]) -> int:
 
 @pytest.mark.parametrize("name", [*sorted(MODELS.keys() - {BFLOAT16}), *swept([BFLOAT16])])
 def test_no_bit_changes(name: str) -> None:
-    """With copying workers, slots hold other weights between a block's forward and its backward."""
     model_type, method, changes = MODELS[name]
     rig = make_rig(model_type, method, **changes)
     expected = bits(rig, single_blocks(1))

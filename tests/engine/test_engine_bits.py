@@ -65,7 +65,6 @@ def bound(name: str, num_workers: int) -> Schedule:
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def case(request: pytest.FixtureRequest) -> tuple[Rig, Bits]:
-    """A model and the bits of its reference step."""
     model_type, method, options = MODELS[request.param]
     rig = make_rig(model_type, method, **options)
     return rig, run_step(rig, roundpipe("whole", 1), copy=False, recompute="stage")
@@ -102,7 +101,6 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
     ids=["head on 2", "head on 3", "earliest free", "last stages", "last round"],
 )
 def test_a_stage_shared_by_workers(case: tuple[Rig, Bits], options: Options, per_round: int, copy: bool) -> None:
-    """Each microbatch's gradients of a shared head are a sum of their own before they meet the others'."""
     rig, expected = case
     schedule = roundpipe("late-cut" if per_round == 2 else "single", 3, per_round, options)
     assert run_step(rig, schedule, copy=copy, recompute="stage") == expected

@@ -108,7 +108,6 @@ def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_micro
 
 
 def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask) -> None:
-    """With one worker and one visit per stage, the nth upload belongs to the nth distinct stage in its order."""
     schedule = schedule_for(rig, 1, 1)
     order = list(dict.fromkeys((action.kind.value in "RB", action.stage) for action in schedule.actions[0]))
     assert schedule.backward_stages[order.pop()[1]] == (0, 0), "the embedding is never uploaded"

@@ -83,7 +83,6 @@ def test_otherwise_one_worker_has_it(changes: dict[str, Any]) -> None:
 
 
 def planner(**pipeline: Any) -> AdaptivePlanner:
-    """Of a run that knows what its layers cost."""
     cache = ProfileCache({"test": "head"})
     cache.save(costs())
     return AdaptivePlanner(costs(), WORKERS, PipelineConfig(**pipeline), cache)

@@ -297,7 +297,6 @@ def test_squares_have_the_same_bits_with_any_number_of_threads(num_rows: int, re
 def test_additions_in_parts_are_torchs(
     shape: tuple[int, ...], dtype: torch.dtype, is_turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts are cut between rows, and within them where a row is larger than a part."""
     generator = torch.Generator().manual_seed(0)
     total, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).to(dtype)
     if is_turned:

@@ -70,7 +70,6 @@ def check_gradients(plain: nn.Module, store: WeightStore, tolerance: float = 1e-
 def check_parity(
     rig: Rig, seed: int | None = None, *, gradient_tolerance: float = 1e-5, num_steps: int = 1, **options: Any
 ) -> None:
-    """Steps with updates, by the engine with `options` and by plain PyTorch."""
     synced = plain_copy(rig.skeleton, rig.store) if num_steps > 1 else rig.plain
     trained = [parameter for parameter in rig.plain.parameters() if parameter.requires_grad]
     theirs = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -98,7 +97,6 @@ def check_parity(
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", [*sorted(EXTRA.keys() - ALIKE), *swept(sorted(ALIKE))])
 def test_a_step_agrees_with_plain_pytorch(model_type: str, method: str, kernels: str) -> None:
-    """Updates between steps, which no architecture knows of, are seen below."""
     # LoRA runs on copying workers and full on aliasing ones: test_engine_bits.py shows that the two are equal.
     tolerance = GRADIENT_TOLERANCES.get((model_type, method, kernels), 1e-5)
     rig = make_rig(model_type, method, kernels=kernels)
@@ -110,7 +108,6 @@ def test_a_step_agrees_with_plain_pytorch(model_type: str, method: str, kernels:
     [("llama", "lora"), ("qwen3_moe", "full"), pytest.param("gemma3_text", "full", marks=pytest.mark.sweep)],
 )
 def test_three_steps_agree_with_plain_pytorch(model_type: str, method: str) -> None:
-    """Adapters, experts that a step may leave without a token, a tied table."""
     check_parity(make_rig(model_type, method, kernels="auto"), num_steps=3, copy=method == "lora", head_chunk_tokens=8)
 
 

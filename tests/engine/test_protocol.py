@@ -26,7 +26,6 @@ DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True), Opt
 
 
 def costs(num_blocks: int, slots: int) -> CostModel:
-    """Everything has bytes and updates."""
     block = LayerCost("block", 1.0, 2.0, recompute=True, param_bytes=2, boundary_bytes=1, grad_bytes=1, optimizer_s=1.0)
     head = replace(block, name="head", recompute=False, boundary_bytes=0)
     return CostModel("tiny", (*[block] * num_blocks, head), slots=slots)
@@ -149,7 +148,6 @@ def timed_costs(*, with_bytes: bool, slots: int = 2) -> CostModel:
 
 
 def rows(result: Emulated) -> list[list[str]]:
-    """Per worker what was computed, in order of time."""
     found: list[list[tuple[float, float, str]]] = [[] for _ in range(result.timeline.num_workers)]
     for item in result.timeline.intervals:
         if item.lane == COMPUTE:

@@ -78,7 +78,6 @@ def assert_gradients_equal(rig: Rig, tolerance: float = TOLERANCE) -> None:
 
 
 def compared(rig: Rig, sizes: Any = SIZES, chunks: int = 4, **options: Any) -> None:
-    """A step in chunks, with the loss and the gradients of plain PyTorch."""
     microbatches = random_microbatches(sizes)
     loss = plain_step(rig, microbatches)
     result = chunk_step(rig, microbatches, chunks, **options)
@@ -159,7 +158,6 @@ ROWS, MORE_ROWS = (5, 13, 1, 4), (3, 20)
 
 
 def compare_packed(rig: Rig, rows: Sequence[Sequence[int]], chunks: int, tolerance: float, **options: Any) -> None:
-    """A step of packed chunks with loss and gradients of each row alone, by plain PyTorch."""
     each = [rows_of(*lengths) for lengths in rows]
     loss = plain_step(rig, [row for rows in each for row in rows])
     assert chunk_step(rig, [*map(packed, each)], chunks, **options).loss == pytest.approx(loss, rel=tolerance)
@@ -174,7 +172,6 @@ def compare_packed(rig: Rig, rows: Sequence[Sequence[int]], chunks: int, toleran
     ],
 )
 def test_packed_chunks_are_whole_rows_alone(model_type: str, by_rows: bool) -> None:
-    """By masks; windows of 4 tokens, sinks, experts, capped scores. By the places of rows: below, more exactly."""
     compare_packed(make_rig(model_type), (ROWS, MORE_ROWS), 4, TOLERANCE, attends_in_rows=by_rows)
 
 
@@ -450,7 +447,6 @@ def test_what_chunks_do_not_go_with_is_refused(recipe: Path, words: tuple[str, .
 
 
 def test_chunks_of_eight_tokens_are_accepted(recipe: Path) -> None:
-    """1,024 chunks of rows of 64 tokens took minutes a step: the least chunk is what a row can be cut into."""
     for words in (["pipeline.sequence_chunks=8"], ["max_seq_length=8192", "pipeline.sequence_chunks=1024"]):
         load_recipe(recipe, words)
 

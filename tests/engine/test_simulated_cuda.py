@@ -109,7 +109,6 @@ def test_attention_and_experts_of_other_kinds(model_type: str, method: str) -> N
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_experts_without_a_token_have_gradients_of_zero(method: str) -> None:
-    """torch's grouped product leaves what was there for them on sm100, here NaN."""
     model = {"num_experts": 32, "num_experts_per_tok": 1, "dtype": torch.bfloat16, "lora_rank": 8}
     case = replace(CASES["expert-adapters"], method=method, model=model)
     rig, newest = case.rig(), Card("Simulated 100", capability=(10, 0))

@@ -217,7 +217,6 @@ def test_weights_leave_page_locked_memory_to_boundaries(
 
 
 def test_updates_leave_a_core_for_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update beside a step took all cores beside the threads that issue."""
     monkeypatch.setattr(devices, "num_cores", lambda: 4)
     asked = [("cpu", "cpu"), ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:0",) * 9]
     assert [devices.updater_threads(names) for names in asked] == [4, 3, 2, 1]
@@ -283,7 +282,6 @@ def test_a_processor_that_is_slow_in_16_bit_answers_in_float32(
 
 
 def test_the_speed_of_a_link_is_that_of_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four copies up, four down, then four of half the bytes each way at once."""
     seconds = iter((2.0, 4.0, 1.0))
     monkeypatch.setattr(link_speed, "_timed", lambda *_: next(seconds))
     (found,) = link_speed.measure_links([CpuBackend(1, copy=True)], 1000)

@@ -25,7 +25,6 @@ PROMPTS = ([5, 80, 90, 11, 7, 33, 9], [17, 4], [100, 3, 64, 21])
 
 
 def tokens_of(model: Any, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = 9) -> list[list[int]]:
-    """Greedy tokens behind prompts that stand side by side, padded on the left."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
     mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])

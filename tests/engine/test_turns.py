@@ -18,7 +18,6 @@ from roundpipe_cli.engine.backends.turns import IssueTurns
 
 
 def together(*works: Callable[[], object]) -> None:
-    """Run each in a thread of its own, to its end."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()

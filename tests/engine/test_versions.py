@@ -58,7 +58,6 @@ def setup_of(folder: Path, *overrides: str) -> Setup:
 
 
 def train(setup: Setup, folder: Path) -> Trainer:
-    """The run itself, in this process."""
     (folder / "out").mkdir(exist_ok=True)
     trainer = Trainer(setup, folder / "out", StopSignals(), Reporting(lambda event: None))
     with warnings.catch_warnings():
@@ -201,7 +200,6 @@ def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: l
 
 @pytest.mark.parametrize("squares", [math.inf, math.nan])
 def test_an_early_update_is_left_out_from_a_gradient_that_is_not_finite(squares: float) -> None:
-    """That layer's and all later ones; the run ends with the step's norm."""
     rig = make_rig("llama", "lora", num_hidden_layers=2)
     for name in rig.store.trainable_names:
         rig.store.gradient(name).fill_(1.0)
@@ -226,7 +224,6 @@ SIZES = [(1, 6), (2, 5), (1, 4), (1, 7)]
 def test_the_error_of_an_update_is_that_of_all_who_wait(
     copy: bool, before: bool, written: Sequence[int], new_threads: Callable[[], list[str]]
 ) -> None:
-    """Also of a step that begins after it, and of one that the caller leaves to the workers: they end."""
     rig = make_rig("llama", num_hidden_layers=4)
     error = InternalError("the optimizer failed")
     with rig.engine(2, copy=copy) as engine, ThreadPoolExecutor(2) as pool:

@@ -99,7 +99,6 @@ def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
 
 
 def test_memory_grows_by_the_budget_at_most() -> None:
-    """Two runs' peaks may differ by what boundary tensors take: when they are freed depends on the threads' turns."""
     rigs = [make_rig("llama", "lora") for _ in range(3)]
     layouts, schedule = rigs[0].store.layouts, schedule_for(rigs[0], 2, len(SIZES))
     whole = sum(layout.num_bytes + 256 for layout in layouts[1:])

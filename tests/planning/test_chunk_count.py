@@ -54,7 +54,6 @@ def published(model: str, cards: int, *overrides: str) -> PlanRequest:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_longest_published_rows_fit_by_default(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 1 to 8 cards alike; memory holds 32,768 tokens more, and not 64 more than is said without the disk."""
     monkeypatch.setattr(chunk_count, "NUM_SIMULATED", 1)
     asked = [published(model, cards) for cards in (1, 2, 4, 8)]
     assert all(judge_coarsest(one).fits for one in asked)
@@ -89,7 +88,6 @@ def test_auto_is_within_5_percent_of_the_best_number(case: tuple[str, int]) -> N
 
 
 def test_rows_that_fit_stay_whole() -> None:
-    """Also those that fit the larger cards only, or from the disk: bits of recipes that fit do not change."""
     for machine in ("1x4090", "1x4090+1x3060", "1x4090,host_memory_gib=20"):
         asked = ask(recipe("Qwen/Qwen3-8B", "max_seq_length=24576"), machine)
         assert chunks(asked) == 1 and asked.loaded.recipe.token_budget == 24576
@@ -145,7 +143,6 @@ def test_a_run_takes_the_number_and_the_most_of_several_machines() -> None:
 
 
 def test_too_few_chunks_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run keeps its number, and on smaller cards more are needed."""
     asked = recipe("Qwen/Qwen3-8B", "max_seq_length=65536", "gradient_accumulation_steps=2")
     kept = as_decided(asked, {"pipeline": {"sequence_chunks": 2}})
     assert kept.recipe.pipeline.num_chunks == 2

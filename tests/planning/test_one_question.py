@@ -37,7 +37,6 @@ def write_down_calls(functions: tuple[Any, ...]) -> None:
 
 
 def calls(folder: Path, *words: str) -> Counter[str]:
-    """How often a command that succeeds calls each of the functions."""
     launch(folder, *words, before=functools.partial(write_down_calls, COUNTED)).finish().expect(0)
     return Counter((folder / LOG).read_text(encoding="utf-8").split())
 

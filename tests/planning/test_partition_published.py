@@ -114,7 +114,6 @@ def test_a_plan_is_as_fast_as_the_best_known(name: str, most_ms: float, microbat
 
 @pytest.mark.parametrize("num_blocks", [24, *swept([32, 48])])
 def test_a_planned_steady_state_lasts(num_blocks: int) -> None:
-    """Chained rounds may fall into a slow regime later: a plan must be fast beyond the steps it was judged by."""
     blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True) for index in range(num_blocks)]
     costs = CostModel("m", (*blocks, LayerCost("head", 3.0, 6.0, False)))
     plan = plan_partition(SimulationCase(costs, 8, 16, accounting="published", staleness=1, num_steps=60))
@@ -161,7 +160,6 @@ def test_chained_steps_agree_with_the_simulator() -> None:
 
 
 def test_steps_that_wait_for_updates_agree_with_the_simulator() -> None:
-    """No step begins before the one two before it has ended: the search, the dealer and the simulator say when."""
     rng = random.Random(8)
     for _ in range(30):
         costs = random_costs(rng, 7, 4)

@@ -86,7 +86,6 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
 
 
 def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None:
-    """The planner's search takes seconds for 94 layers; a few even cuts take none and keep the device's memory."""
     big = ("max_seq_length=2048", "gradient_accumulation_steps=16", "pipeline.head_workers=1")
     answer = make_plan(load(recipe, *AUTO, *big, "model=meta-llama/Llama-3.3-70B-Instruct"), "2x3090")
     assert answer.verdict.fits and answer.bubble_ratio < 0.4 and answer.microbatches_per_round >= 2
@@ -115,7 +114,6 @@ def test_a_235b_mixture_of_experts_in_little_memory() -> None:
 
 
 def test_long_sequences_of_many_experts_fit_in_chunks(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """31k tokens in bfloat16 on two 10 GB cards, where the experts' activations alone would fill them."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     words = ("model=Qwen/Qwen3-30B-A3B", *AUTO, "max_seq_length=31744", "gradient_accumulation_steps=8")
     words += ("dtype=bfloat16", "micro_batch_size=1", "pipeline.sequence_chunks=1")
@@ -284,7 +282,6 @@ def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
 
 
 def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
-    """One sequence a step keeps one worker busy, in chunks all of them; a device holds a chunk's activations."""
     words = "8x4090,host_memory_gib=128"
     long = [*AUTO, "model=Qwen/Qwen3-8B", "max_seq_length=131072", "gradient_accumulation_steps=1"]
     whole = make_plan(load(recipe, *long, "pipeline.sequence_chunks=1"), words)

@@ -166,7 +166,6 @@ def test_hybrid_models_of_attention_alone_may_be_packed() -> None:
 
 # --- parameter counts -----------------------------------------------------------------------------------------------
 def test_types_that_plan_was_taught_are_counted_right() -> None:
-    """Against transformers' own modules on the meta device, in a shape that is no model's own."""
     from accelerate import init_empty_weights
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

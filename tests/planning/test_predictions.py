@@ -51,7 +51,6 @@ def test_a_band_by_model_method_and_gpu(
 
 
 def test_python_binds_small_models_on_many_fast_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One interpreter issues for all: a step takes as long as that, beside which the devices compute."""
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     text = RECIPE.format("HuggingFaceTB/SmolLM2-135M", "lora") + "gradient_accumulation_steps: 16\n"
     small = make_plan(load_text(text, "r.yaml"), "8xh100")
@@ -119,7 +118,6 @@ def test_launches_of_recomputes_that_are_left_out_are_not_counted() -> None:
 
 
 def test_the_forward_of_the_reference_of_pairs_is_a_part_of_the_step() -> None:
-    """A step of LoRA with recompute takes about three forwards; the reference's is one more."""
     text = RECIPE.format("Qwen/Qwen3-8B", "lora") + "objective: dpo\ngradient_accumulation_steps: 16\n"
     plan = make_plan(load_text(text, "r.yaml"), "2x4090")
     step_s = simulate_step(plan.question, plan.cut).step_s

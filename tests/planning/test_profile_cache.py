@@ -41,7 +41,6 @@ def step(chosen: AdaptivePlanner, machine: CostModel) -> int:
 
 
 def test_the_second_run_plans_at_once_and_keeps_what_is_true() -> None:
-    """A layer that is not recomputed has no time for it, in the file as in the profile."""
     cache, machine = ProfileCache({"model": "a"}), costs(0.01)
     unequal = replace(machine, worker_speed=(1.0, 0.5))
     cache.save(unequal)
@@ -94,7 +93,6 @@ def test_a_run_leaves_its_times(tmp_path: Path, own_cache: Path) -> None:
 
 
 def test_stages_are_looked_for_a_few_numbers_of_microbatches_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Microbatches that are filled by tokens come in many numbers, and a search takes seconds for a large model."""
     monkeypatch.setattr(adaptive, "MAX_SEARCHES", 2)
     chosen, machine = planner(ProfileCache({"model": "many"})), costs(0.01)
     while not chosen.is_settled:

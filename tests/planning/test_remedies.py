@@ -68,7 +68,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_of(model: str, machine: str, *lines: str) -> LoadedRecipe:
-    """The recipe that `init` begins with."""
     rows = 32 if machine.startswith("4x") else 16
     keys = ["datasets: [{path: rows.jsonl}]", "max_seq_length: 2048", "micro_batch_tokens: auto"]
     keys += [f"gradient_accumulation_steps: {rows}", "packing: auto", "lora: {r: 16, alpha: 32}", *lines]
@@ -76,7 +75,6 @@ def recipe_of(model: str, machine: str, *lines: str) -> LoadedRecipe:
 
 
 def initial(model: str, machine: str) -> Choice | str:
-    """What `init` chooses, or its refusal."""
     try:
         return choose_settings(model, machine, Path("recipe.yaml"))
     except RefusedError as error:

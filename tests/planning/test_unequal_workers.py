@@ -113,7 +113,6 @@ def test_a_small_difference_is_none_and_alike_workers_are_equal() -> None:
 
 
 def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
-    """Against the fast one alone with a plan of its own, which needs no recompute: whole microbatches, two to one."""
     planner = trained(Machine((1.0, 0.5), noise=0.02))
     both_s = makespan_s(simulate(planner.schedule(MICROBATCHES), planner.costs))
     alone = SimulationCase(replace(planner.costs, worker_speed=None), 1, MICROBATCHES)

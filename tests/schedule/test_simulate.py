@@ -176,7 +176,6 @@ def test_gradients_wait_for_their_lane_in_twos() -> None:
 
 
 def test_interleaved_visits_send_each_microbatchs_gradients() -> None:
-    """Their sum cannot be one visit's to continue: every backward has a download, and none goes up again."""
     costs = model(2, grad_bytes=8)
     program = lower(free_first(costs, [(0, 1)], [(2, 2), (0, 1)], 4), costs)
     sums = [op for op in program.ops if op.payload == WEIGHT_GRADIENT]
@@ -327,7 +326,6 @@ def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
     "options", [Options(), Options(head_workers=2), Options(earliest_free=True)], ids=["in turn", "head", "free"]
 )
 def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
-    """The dealer settles times while it deals, by its own recurrence: every worker ends when the simulator says."""
     draw = random.Random(6)
     for _ in range(40):
         num_workers, num_microbatches = draw.randint(1, 4), draw.randint(1, 9)

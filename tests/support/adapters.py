@@ -58,7 +58,6 @@ def random_adapter(base: Path, folder: Path, *, save_tables: bool = False, **opt
 
 
 def by_peft(base: Any, adapter: Path) -> torch.Tensor:
-    """Logits of a loaded base and an adapter as PEFT itself loads it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return logits_of(PeftModel.from_pretrained(base, str(adapter)))

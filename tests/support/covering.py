@@ -14,10 +14,8 @@ Case = Mapping[str, int]  # parameter's name -> which value it has
 
 def covering(cases: Sequence[Case], strength: int) -> set[int]:
     """Numbers of `cases` in which every combination of `strength` values that `cases` have occurs.
-
     Greedy: the case with most that is new comes next. Of equal ones the first; for single values that whose other
-    values were chosen least often, so that these take turns.
-    """
+    values were chosen least often, so that these take turns."""
     parts = [_parts(case, strength) for case in cases]
     missing = set().union(*parts)
     used: Counter[tuple[str, int]] = Counter()

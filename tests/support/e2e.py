@@ -99,10 +99,7 @@ def write_rows(path: Path, num_rows: int = 10) -> Path:
 
 
 def write_recipe(path: Path, **changes: Any) -> Path:
-    """A recipe that trains in well under a second: dropout, accumulation, shuffling, two epochs, uneven last steps.
-
-    10 rows in microbatches of 2, two a step: 3 steps an epoch. Keys with dots in `changes` are written `lora__r`.
-    """
+    """A recipe that trains in well under a second, 3 steps an epoch; keys in `changes` with dots are `lora__r`."""
     recipe: dict[str, Any] = {
         **{"model": "model", "method": "lora", "lora": {"r": 4, "alpha": 8, "dropout": 0.1}},
         **{"datasets": [{"path": "rows.jsonl"}], "max_seq_length": 64, "packing": False, "micro_batch_size": 2},
@@ -203,11 +200,7 @@ def launch(
     before: Callable[[], None] | None = None,
 ) -> Running:
     """Start `roundpipe WORDS` in `folder`, forked from a server that has loaded torch.
-
-    Args:
-        closed: streams to close.
-        before: called in the new process first, e.g. to give it a terminal; goes through pickle.
-    """
+    `closed`: streams to close; `before`: called in the new process first, e.g. to give it a terminal; is pickled."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log = folder / f".log-{time.monotonic_ns()}"
@@ -259,10 +252,7 @@ def command_line(*words: str) -> list[str]:
 
 
 def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our own environment with one thread, this copy of the program before any installed one, and `changes`.
-
-    Commands called in this process set the switches of `--offline` and leave them on.
-    """
+    """Our environment with one thread, this program first, without the switches that `--offline` leaves on."""
     own = {name: value for name, value in os.environ.items() if name not in SWITCHES}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(changes or {})}

@@ -59,14 +59,8 @@ class StreamClock:
     def issue(
         self, seconds: float, after: Sequence[float] = (), lead_s: float = 0.0, late: Sequence[float] = ()
     ) -> tuple[float, float]:
-        """Put an operation on the stream; returns (start, end).
-
-        Args:
-            seconds: what it takes.
-            after: times for which it waits.
-            lead_s: its first part, which does not need `late`; it runs right before the rest.
-            late: times for which only the rest waits.
-        """
+        """Put an operation on the stream, which waits for `after`; its first part, `lead_s`, does not need `late`.
+        Returns (start, end)."""
         now_s = time.perf_counter()
         could_s = max(self.end_s, *after, max(late, default=0.0) - lead_s)
         start_s = max(now_s, could_s)
@@ -197,16 +191,8 @@ def run_emulated(
     fifo: bool = False,
     watchdog_s: float | None = 600.0,
 ) -> Emulated:
-    """Carry a schedule out, all of its chained steps, on emulated devices; takes as long as it says.
-
-    Args:
-        staleness, after_update: as in the simulator.
-        fifo: transfers go first in, first out, in place of priorities and overtaking.
-        watchdog_s: fail after this long without progress.
-
-    Raises:
-        InternalError: a fault, or a thread that is stuck.
-    """
+    """Carry a schedule out, all its chained steps, on emulated devices; takes as long as it says.
+    `fifo`: transfers go first in, first out, in place of priorities. Fails after `watchdog_s` without progress."""
     program = lower(schedule, costs, staleness=staleness, after_update=after_update)
     host = schedule.num_workers
     ops = [op._replace(worker=host) if op.lane == HOST else op for op in program.ops]
@@ -248,16 +234,9 @@ def exposed_s(
     program: Program, compute_s: Mapping[int, Span], transfers_s: Mapping[int, Span], started_s: float
 ) -> float:
     """Seconds in which a worker's compute stood still and waited for transfers only.
-
-    A gap in a worker's compute counts where a transfer that the next operation waits for, or one that such a transfer
-    waits for, was in its queue or moving at that time, and everything that had to be computed before had been: a worker
-    that waits for another worker's result does not wait for the link.
-
-    Args:
-        compute_s: compute operation -> (start, end).
-        transfers_s: transfer -> (when it entered its queue, end).
-        started_s: when the step began; same clock as all the others.
-    """
+    A gap counts where a transfer that the next operation waits for, or one that such a transfer waits for, was in its
+    queue or moving, and everything that had to be computed before had been: a worker that waits for another worker's
+    result does not wait for the link. Computed operations have (start, end), transfers (entered their queue, end)."""
     total = 0.0
     for row in program.compute:
         free_s = started_s

@@ -147,11 +147,7 @@ def causal_types() -> list[str]:
 
 
 def tiny_config_of(model_type: str, **changes: Any) -> Any:
-    """A tiny configuration of any type, without dropout.
-
-    Raises:
-        NoTinyConfigError: none is known.
-    """
+    """A tiny configuration of any type, without dropout; `NoTinyConfigError` where none is known."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]

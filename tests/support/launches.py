@@ -136,12 +136,7 @@ def touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def product_flops(name: str, tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> float:
-    """FLOPs of one operator of `PRODUCTS`.
-
-    Args:
-        tensors: among its arguments, in their order.
-        arguments: all, by name.
-    """
+    """FLOPs of one operator of `PRODUCTS`, by its tensors in order and all arguments by name."""
     if "attention" in name:
         is_backward = "backward" in name
         query, key, value = tensors[1:4] if is_backward else tensors[:3]
@@ -254,14 +249,8 @@ def block_launches(
     fused: FusedOps | None = None,
     packed: PackedName | None = None,
 ) -> list[BlockLaunches]:
-    """Launches of one block of each kind, for a sequence of `tokens`.
-
-    Args:
-        model: parameters on the meta device, adapters included; is left as it is.
-        capability: of the GPU that is counted for.
-        fused: modules that compute by fused operators; None: all by their own code, experts too.
-        packed: form of the frozen matrices; None: they lie whole.
-    """
+    """Launches of one block of each kind, for a sequence of `tokens`, by a GPU of this capability.
+    `model`: on the meta device, adapters included; left as it is. Without `fused`, experts too go by their own code."""
     found = []
     for passes in block_passes(model, split, tokens, capability, fused, packed):
         forward, recompute, backward = (

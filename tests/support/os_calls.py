@@ -13,11 +13,7 @@ import pytest
 
 
 def replace_os_call(name: str, function: Callable[..., Any], put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """`os.NAME = function`, for `pathlib` too: Python 3.10's keeps its own references.
-
-    Args:
-        put: sets an attribute, as pytest's monkeypatch does.
-    """
+    """`os.NAME = function`, for `pathlib` too: Python 3.10's keeps its own references."""
     replaced = getattr(os, name)
     put(os, name, function)
     accessor = getattr(pathlib, "_NormalAccessor", None)

@@ -29,10 +29,7 @@ UPDATE_S = 0.4  # between the end of a step's work and the start of the next
 
 
 def recorded_step(num_workers: int) -> Timeline:
-    """One step of Qwen3-8B's size with uploads, as the simulator once saw it; recorded for 2, 4 and 8 workers.
-
-    One worker does what the first of two does, sixteen do twice what eight do.
-    """
+    """One step of Qwen3-8B's size with uploads, as once simulated for 2, 4 and 8 workers, of which others are parts."""
     num_recorded = min(8, max(2, num_workers))
     recorded = json.loads((Path(__file__).parents[1] / "golden" / "steps.json").read_text())[str(num_recorded)]
     intervals = (

@@ -59,11 +59,8 @@ def parse_rows(text: str) -> tuple[tuple[Action, ...], ...]:
 
 
 def needs(schedule: Schedule, key: Key) -> list[Key]:
-    """The actions that a compute action waits for, apart from its turn.
-
-    A recompute comes directly before its backward, so it may be held to wait for what that waits for: this settles
-    deadlocks either way, whether or not it really waits.
-    """
+    """The actions that a compute action waits for, apart from its turn. A recompute, directly before its backward, may
+    wait for what that waits for: it settles deadlocks either way."""
     kind, stage, microbatch = key
     if kind is Kind.FORWARD:
         return [(Kind.FORWARD, stage - 1, microbatch)] if stage else []
@@ -96,11 +93,7 @@ def every_action(schedule: Schedule) -> Iterator[Key]:
 
 
 def validate_schedule(schedule: Schedule) -> None:
-    """Assert that the actions are known, complete, without duplicates, in a possible order and free of deadlock.
-
-    Raises:
-        RefusedError: the stages themselves are wrong.
-    """
+    """Assert that the actions are known, complete, without duplicates, in a possible order and free of deadlock."""
     forward, backward = schedule.forward_stages, schedule.backward_stages
     num_layers = 1 + max((last for _, last in (*forward, *backward)), default=-1)
     check_stages(schedule.name, forward, backward, num_layers=num_layers, num_workers=schedule.num_workers)

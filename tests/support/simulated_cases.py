@@ -153,11 +153,8 @@ def copies_that_take_long() -> Iterator[None]:
 
 
 def after_failures(engine: Engine, rig: Rig, case: Case) -> Bits:
-    """Steps after one that failed at each kind of work; the host writes over its memory in between.
-
-    Slots were freed and gradient sums zeroed while what the failed step had issued still used them. Where nothing is
-    copied, which tells what to expect, no step fails.
-    """
+    """Steps after one that failed at each kind of work; the host writes over its memory in between. Where nothing is
+    copied, which tells what to expect, no step fails."""
     bits: Bits = []
     if any(one.backend.aliases_host for one in engine._workers):
         return [one for _ in range(3) for one in train(engine, rig, case)]

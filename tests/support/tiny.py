@@ -143,11 +143,7 @@ def make_rig(
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
-
-    `config`: the model's, in place of this file's for the type.
-    `frozen`: parts of names of parameters that are not trained.
-    `packed_as`: with the base weights packed; the plain module has what they are when unpacked.
-    """
+    `frozen`: parts of names that are not trained; `packed_as`: the plain module has the unpacked weights."""
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
     config = config or tiny_config(model_type, **changes)
     skeleton = build_skeleton(config, dtype)
@@ -230,10 +226,7 @@ def random_microbatches(sizes: Sequence[tuple[int, int]], seed: int = 0, vocab: 
 def plain_step(
     rig: Rig, microbatches: Sequence[Microbatch], step: int = 0, seed: int | None = None, plain: nn.Module | None = None
 ) -> float:
-    """Loss of one step by plain PyTorch; leaves the gradients in `.grad`. With `seed`, the engine's dropout masks.
-
-    `plain` is the module to run, `rig.plain` unless given.
-    """
+    """Loss of one step by plain PyTorch; gradients stay in `.grad`. With `seed`, the engine's dropout masks."""
     plain = plain or rig.plain
     plain.zero_grad(set_to_none=True)
     num_targets = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)

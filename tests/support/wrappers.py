@@ -66,11 +66,7 @@ def wrapper_types() -> list[str]:
 
 
 def tiny_wrapper(model_type: str, **changes: Any) -> Any:
-    """A tiny configuration of a multimodal type; `changes` of its own keys.
-
-    Raises:
-        NoTinyConfigError: none is known.
-    """
+    """A tiny configuration of a multimodal type; `NoTinyConfigError` where none is known."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
@@ -122,10 +118,8 @@ def _like(usual: Any, value: Any) -> Any:
 
 
 def save_wrapper(config: Any, folder: Path) -> bool:
-    """A random model by its own class; whether its files hold an LM head that is not the embedding.
-
-    Where the configuration ties the head the files get another one all the same.
-    """
+    """A random model by its own class; whether its files hold an LM head that is not the embedding, which they do where
+    the configuration ties them."""
     import transformers
 
     torch.manual_seed(0)

@@ -23,13 +23,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where runs write (default: %(default)s)")
     for promise in PROMISES:
-        parser.add_argument(
-            f"--{promise.name}",
-            type=int,
-            metavar="N",
-            default=promise.release_count,
-            help=f"{promise.text} (%(default)s)",
-        )
+        count = {"type": int, "metavar": "N", "default": promise.release_count}
+        parser.add_argument(f"--{promise.name}", **count, help=f"{promise.text} (%(default)s)")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else [promise.name for promise in PROMISES]
     unknown = sorted(set(names) - {promise.name for promise in PROMISES})

@@ -14,8 +14,8 @@ PASSED_OVER = re.compile(r"checkpoint (step-\d+) is damaged and passed over: (.*
 
 
 def damaged(arena: Arena, count: int) -> Seen:
-    """Damage one file of the newest checkpoint, or its folder, or a file of all; then resume: it is noticed, named and
-    the one before taken, or it had no effect on the run. Each way of a list once, then bits and cuts in turn."""
+    """Damage the newest checkpoint, or a file of all; then resume: it is noticed and passed over, or has no effect.
+    Each way of a list once, then bits and cuts in turn."""
     names = sorted(path.name for path in saved(arena.killed())[-1].iterdir())
     ways = [(name, way) for name in names for way in ("missing", "empty", "zero")]
     ways += [("", "extra"), ("", "hollow"), ("state.json", "folder"), ("", "all")]

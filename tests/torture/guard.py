@@ -14,10 +14,7 @@ SECRET = "outside-secret"  # part of the path of what must not be read
 
 def watch(report: str, limit_bytes: int, helpers: bool = False) -> None:
     """In the new process: note what is forbidden in the file `report`, and allow `limit_bytes` more of memory.
-
-    Args:
-        helpers: processes of our own may be forked and talked to (they speak pickle through a pipe).
-    """
+    `helpers`: processes of our own may be forked and talked to (they speak pickle through a pipe)."""
     import resource
 
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -30,7 +30,6 @@ ENOUGH_KILLS = 30  # from which number of kills on that share is asked for
 
 
 def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", "full", "accumulate")) -> Seen:
-    """Kill a run three times at random, from its start-up on, and let it go on; compare with an uninterrupted one."""
     each = KILLS_PER_TRY if count > 1 else 1
     kills = each * count
     slow = SLOW_SAVES if kills >= ENOUGH_KILLS else BRISK_SAVES

@@ -34,8 +34,6 @@ STOPPED = re.compile(r"after step (\d+) of \d+, with a checkpoint")
 
 
 def hangup(arena: Arena, count: int) -> Seen:
-    """The terminal closes at a random moment, as when a connection breaks; then resume."""
-
     def stop(work: Path, after_s: float) -> Outcome:
         with in_terminal(work, SLOW) as (running, terminal):
             running.process.join(after_s)

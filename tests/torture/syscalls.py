@@ -115,8 +115,7 @@ def _whole_lines(lines: list[str]) -> list[str]:
 
 
 def durability_order(arena: Arena, count: int) -> Seen:
-    """Each file fsynced after its last write, its folder before the rename, the parent after it, and nothing old
-    removed before that; in `count` traced saves."""
+    """Each file fsynced before its folder, that before the rename, the parent after it, before anything old goes."""
 
     def attempt(index: int, draw: random.Random) -> None:
         calls = _calls_of_a_save(arena) if index else _watched(arena)

@@ -32,10 +32,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What was shown so far, to the last byte that was written.
-
-        The kernel hands bytes on in a thread of its own, on a busy machine later than the process that wrote them ends.
-        """
+        """What was shown so far; the kernel hands bytes on later than the process that wrote them ends."""
         seen = -1
         while seen != len(self._shown):
             seen = len(self._shown)

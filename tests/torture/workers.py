@@ -193,12 +193,8 @@ def copy_weights() -> None:
 
 
 def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> threading.Event:
-    """Let the engine's watchdog wait for half a second once a fault point hangs, or the event that is returned is set,
-    and for ever before: a busy machine does not look like a hang. What hangs is not waited for much longer.
-
-    Args:
-        patch: puts something in place of a name's value.
-    """
+    """Let the watchdog wait for half a second once a fault point hangs, or the event that is returned is set, and for
+    ever before: a busy machine does not look like a hang."""
     act, hangs = faults._act, threading.Event()
 
     def act_and_tell(rule: faults._Rule, point: str, ids: dict[str, int]) -> float | None:
@@ -216,11 +212,7 @@ def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> th
 
 def lose_after_gradients(step: int, patch: Callable[[object, str, object], None] = setattr) -> None:
     """Lose the device that computes the last operation of `step` (from 0) there, once gradients of other layers, which
-    do not need it, are complete and were passed on.
-
-    Args:
-        patch: puts a function in place of a method.
-    """
+    do not need it, are complete and were passed on."""
     run, complete = StageRunner.run, StepGradients.complete
     passed: dict[StepGradients, threading.Event] = defaultdict(threading.Event)
     lost: list[int] = []

@@ -100,11 +100,7 @@ class CachingAllocator:
         return sum(len(segment.bytes) for segment in self._segments)
 
     def allocate(self, num_bytes: int, pool: Pool) -> tuple[torch.Tensor, Block]:
-        """A block as a tensor of so many bytes, at least one.
-
-        Raises:
-            torch.OutOfMemoryError: it would exceed the limit.
-        """
+        """A block as a tensor of so many bytes, at least one."""
         self.tidy()
         size = self._round_bytes(max(1, num_bytes))
         blocks = self._free.setdefault((pool, size), [])
@@ -117,10 +113,7 @@ class CachingAllocator:
         return lease_of(block, max(1, num_bytes), self._give_back), block
 
     def _give_back(self, block: Block) -> None:
-        """Called by whichever thread frees a block, perhaps in the middle of something else.
-
-        It was the last to hold the block. Others who held it let it go before, once they had seen their copies done.
-        """
+        """Called by whichever thread frees a block, its last holder, perhaps in the middle of something else."""
         block.known = dict(self._streams.myself().clock)
         for line in self._streams.lines:
             join(block.known, dict(line.seen))  # a copy: this thread may hold no lock

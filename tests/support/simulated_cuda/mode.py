@@ -279,11 +279,7 @@ class CardMode(TorchDispatchMode):
 
     @staticmethod
     def _common_device(operation: Operation, uses: Sequence[Use]) -> int | None:
-        """The one device of an operation's arguments; numbers on the host may go with any.
-
-        Raises:
-            RuntimeError: as torch, if there are two.
-        """
+        """The one device of an operation's arguments; numbers on the host may go with any."""
         devices = {memory.device for tensor, memory, _ in uses if tensor.dim() or memory.device is not None}
         if len(devices) > 1 and not operation.mixes_devices:
             names = ", ".join(sorted("cpu" if one is None else f"cuda:{one}" for one in devices))

@@ -126,11 +126,7 @@ class Streams:
                 line.ends_at = line.count
 
     def launch(self, device: int) -> None:
-        """An operation is given to a device.
-
-        Raises:
-            torch.AcceleratorError: it failed.
-        """
+        """An operation is given to a device, which may fail with it."""
         if device in self._left:
             left, how = self._left.pop(device)
             if left:
@@ -295,11 +291,7 @@ class SimulatedEvent:
                 self.marker.complete()
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Milliseconds.
-
-        Raises:
-            RuntimeError: as the driver, for events that are not timed or have not happened.
-        """
+        """Milliseconds; raises as the driver, for events that are not timed or have not happened."""
         if not (self._is_timed and end._is_timed) or self.marker is None or end.marker is None:
             raise ValueError("Both events must be recorded with enable_timing before calculating elapsed time")
         if not (self.marker.is_done and end.marker.is_done):
