@@ -17,7 +17,6 @@ from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.faults import load_faults
-from roundpipe_cli.schedule.builders import check_stages
 from tests.cli.test_terminal_text import ROWS
 
 ROOT = Path(__file__).parents[1]
@@ -59,10 +58,6 @@ def found(path: str, split: str = "train") -> None:
     find_sources(DatasetSpec(path, split=split), None, offline=True)
 
 
-def stages(forward: list[tuple[int, int]], backward: list[tuple[int, int]]) -> None:
-    check_stages("roundpipe", forward, backward, num_layers=5, num_workers=2)
-
-
 FUNCTIONS: dict[str, Callable[[], Any]] = {
     "calls has no call": lambda: read_called("[]", "calls"),
     "`history[0]` is no exchange": lambda: read_history([["only a question"]], "history"),
@@ -70,10 +65,6 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "several kinds": lambda: found("mixed"),
     "mixed: there are too many files": lambda: found("mixed/*"),
     "many: there are too many files": lambda: found("many"),
-    "forward stages leave a gap": lambda: stages([(0, 1), (3, 4)], [(4, 4), (0, 3)]),
-    "forward stages overlap": lambda: stages([(0, 2), (2, 4)], [(4, 4), (0, 3)]),
-    "backward stages leave a gap": lambda: stages([(0, 3)], [(4, 4), (1, 3)]),
-    "they end with layer": lambda: stages([(0, 2)], [(4, 4), (0, 3)]),
 }
 
 

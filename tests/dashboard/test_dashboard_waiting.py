@@ -67,39 +67,26 @@ def work(kind: str, stage: int, start_s: float, end_s: float, *, worker: int = 0
     return Span(worker, lane, kind, stage, -1 if kind == "U" else 0, start_s, end_s)
 
 
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        # an upload for a later stage is no cause, and the input came 1 s before the work began
-        (
-            (work("F", 0, 0, 4, worker=1), work("U", 5, 0, 4, lane="up"), work("F", 1, 5, 6)),
-            {"boundary": 4.0, "launch": 1.0},
-        ),
-        # the upload began only when its memory was free; the time before is no wait for another worker
-        (
-            (work("F", 0, 0, 1, worker=1), work("B", 0, 0, 2), work("U", 1, 3, 4, lane="up"), work("B", 1, 4, 5)),
-            {"upload": 2.0},
-        ),
-        # a tensor on its way up is a boundary
-        (
-            (work("F", 0, 0, 1, worker=1), Span(0, "up", "F", 1, 0, 1.0, 2.5), work("F", 1, 3, 4)),
-            {"boundary": 2.5, "launch": 0.5},
-        ),
-        # an update that ended within another one takes nothing from that
-        (
-            (
-                work("F", 0, 0, 1, worker=1),
-                *(Span(0, "host", "O", n, -1, n, 4 - n) for n in (0, 1)),
-                work("F", 1, 4.5, 6),
-            ),
-            {"boundary": 1.0, "update": 3.0, "launch": 0.5},
-        ),
-        # a single worker waits for nobody else
-        ((work("F", 0, 0, 1), work("F", 1, 1.5, 3), work("R", 0, 3, 4), work("B", 0, 4, 6)), {"launch": 0.5}),
-    ],
-)
-def test_only_what_the_next_work_needs_is_a_cause(spans: tuple[Span, ...], expected: dict[str, float]) -> None:
+FIRST = work("F", 0, 0, 1, worker=1)
+UPDATES = tuple(Span(0, "host", "O", n, -1, n, 4 - n) for n in (0, 1))
+NEEDED = {
+    "an upload for a later stage is no cause, and the input came 1 s before the work began": (
+        (replace(FIRST, end_s=4), work("U", 5, 0, 4, lane="up"), work("F", 1, 5, 6)), {"boundary": 4, "launch": 1}),
+    "the upload began only when its memory was free; the time before is no wait for another worker": (
+        (FIRST, work("B", 0, 0, 2), work("U", 1, 3, 4, lane="up"), work("B", 1, 4, 5)), {"upload": 2}),
+    "a tensor on its way up is a boundary": (
+        (FIRST, Span(0, "up", "F", 1, 0, 1.0, 2.5), work("F", 1, 3, 4)), {"boundary": 2.5, "launch": 0.5}),
+    "an update that ended within another one takes nothing from that": (
+        (FIRST, *UPDATES, work("F", 1, 4.5, 6)), {"boundary": 1, "update": 3, "launch": 0.5}),
+    "a single worker waits for nobody else": (
+        (work("F", 0, 0, 1), work("F", 1, 1.5, 3), work("R", 0, 3, 4), work("B", 0, 4, 6)), {"launch": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEEDED)
+def test_only_what_the_next_work_needs_is_a_cause(case: str) -> None:
     """Any upload on the link counted, so a wait for another worker looked like one for weights of a later stage."""
+    spans, expected = NEEDED[case]
     found = waiting(StepTimeline(1, 0.0, spans), 0)
     assert found is not None and found.by_cause_s == expected
 

@@ -127,18 +127,16 @@ def test_equal_workers_share_stages_of_frozen_blocks_where_it_is_faster() -> Non
     assert chosen.dealing.why in chosen.explanation
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"trained": True}, {"host_bytes_per_s": None}, {"host_bytes_per_s": 1e7}, {"whole_bytes": 10**6}],
-    ids=[
-        "trained blocks",
-        "the host's memory is unknown",
-        "the links would take most of it",
-        "each worker would unpack the weights, which a run's measured times do not show",
-    ],
-)
-def test_otherwise_no_stage_is_shared(changes: dict[str, Any]) -> None:
-    question = SimulationCase(with_links(**changes), WORKERS, MICROBATCHES, auto_head=True)
+OTHERWISE: dict[str, dict[str, Any]] = {
+    **{"trained blocks": {"trained": True}, "the host's memory is unknown": {"host_bytes_per_s": None}},
+    "the links would take most of it": {"host_bytes_per_s": 1e7},
+    "each worker would unpack the weights, which a run's measured times do not show": {"whole_bytes": 10**6},
+}
+
+
+@pytest.mark.parametrize("why", OTHERWISE)
+def test_otherwise_no_stage_is_shared(why: str) -> None:
+    question = SimulationCase(with_links(**OTHERWISE[why]), WORKERS, MICROBATCHES, auto_head=True)
     chosen = searched(question)
     assert chosen.dealing is None or not chosen.dealing.splits_stages
 

@@ -37,6 +37,7 @@ from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.checkpoint.resume import describe_other_bits, run_state
 from roundpipe_cli.train.prepare.rows import describe_padded_to_chunks
 from scripts import memory_table
+from tests.support.covering import swept
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
 from tests.support.schedules import dealt, validate_schedule
@@ -207,6 +208,10 @@ def test_packed_chunks_have_the_same_bits_on_any_number_of_workers() -> None:
         microbatches = [packed(rows_of(*lengths)) for lengths in (ROWS, MORE_ROWS)]
         result = chunk_step(rig, microbatches, 4, num_workers, copy=num_workers > 1, attends_in_rows=True)
         found.append((result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]))
+    assert_same_bits(found)
+
+
+def assert_same_bits(found: list[tuple[str, list[torch.Tensor]]]) -> None:
     for loss, gradients in found[1:]:
         assert loss == found[0][0]
         assert all(torch.equal(a, b) for a, b in zip(gradients, found[0][1], strict=True))
@@ -215,15 +220,11 @@ def test_packed_chunks_have_the_same_bits_on_any_number_of_workers() -> None:
 @pytest.mark.parametrize(("model_type", "rows"), [("llama", (ROWS,)), ("gemma3_text", (ROWS, MORE_ROWS))])
 def test_chunks_on_cards_attend_without_masks(model_type: str, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bit, by what stands for flash attention; masks on all pairs were repeated for each block."""
-    microbatches, starts, attend = (
-        [packed(rows_of(*lengths)) for lengths in rows],
-        set[int](),
-        attention._attend_at_once,
-    )
+    microbatches = [packed(rows_of(*lengths)) for lengths in rows]
+    starts, attend = set[int](), attention._attend_at_once
+    noted = lambda *given, **more: (starts.add(given[3].start), attend(*given, **more))[1]  # noqa: E731
     monkeypatch.setattr(attention, "_takes_other_ends", True)
-    monkeypatch.setattr(
-        attention, "_attend_at_once", lambda *given, **more: (starts.add(given[3].start), attend(*given, **more))[1]
-    )
+    monkeypatch.setattr(attention, "_attend_at_once", noted)
     schedule, engine = functools.partial(roundpipe, sequence_chunks=4), {"attends_in_rows": True}
     case = Case(model_type, "full", {"dtype": torch.bfloat16}, engine, chunks=4, schedule=schedule)
     case = replace(case, microbatches=microbatches)
@@ -276,9 +277,7 @@ def test_bits_do_not_depend_on_workers_copies_or_recompute(model_type: str, meth
         result = chunk_step(rig, microbatches, 4, num_workers, copy=copy, recompute=recompute)
         found.append((result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]))
         assert_gradients_equal(rig, tolerance)
-    for loss, gradients in found[1:]:
-        assert loss == found[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(gradients, found[0][1], strict=True))
+    assert_same_bits(found)
 
 
 def test_schedules_with_a_stage_per_worker_and_rounds_of_two_sequences() -> None:
@@ -378,12 +377,7 @@ def test_schedules_that_chunks_do_not_suit_are_refused(name: str, stages: Any, m
 STAGES = {"pipeline__forward_stages": [[0, 1], [2, 2]], "pipeline__backward_stages": [[3, 3], [2, 2], [0, 1]]}
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return write_recipe(tmp_path / "recipe.yaml", lora__dropout=0.0)
-
-
-@pytest.mark.parametrize("packing", ["packing=true", "packing=false"])
+@pytest.mark.parametrize("packing", ["packing=true", *swept(["packing=false"])])
 def test_a_run_in_chunks_resumes_to_the_same_bits(tmp_path: Path, packing: str) -> None:
     model = make_model(tmp_path / "model", "mistral", num_hidden_layers=2)
     chunks = ("pipeline.sequence_chunks=3", packing)
@@ -430,25 +424,17 @@ def test_a_resume_says_that_chunks_attend_otherwise(tmp_path: Path) -> None:
     assert "attention of chunks is without masks, was not noted" in str(describe_other_bits(saved, setup))
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("neftune_noise_alpha=5",), "does not go with neftune_noise_alpha"),
-        (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
-        (("pipeline.recompute=none",), "does not go with pipeline.recompute"),
-        (("pipeline.keep_activations=1",), "does not go with pipeline.keep_activations"),
-        (("max_seq_length=31",), "fewer than 8 tokens"),
-        (("max_seq_length=8191", "pipeline.sequence_chunks=1024"), "fewer than 8 tokens"),
-    ],
-)
-def test_what_chunks_do_not_go_with_is_refused(recipe: Path, words: tuple[str, ...], problem: str) -> None:
-    with pytest.raises(RefusedError, match=problem):
-        load_recipe(recipe, ["pipeline.sequence_chunks=4", *words])
-
-
-def test_chunks_of_eight_tokens_are_accepted(recipe: Path) -> None:
+def test_chunks_of_eight_tokens_are_the_least(tmp_path: Path) -> None:
+    """1,024 chunks of rows of 64 tokens took minutes a step. Other refusals: tests/planning/test_chunk_count.py."""
+    recipe, few = write_recipe(tmp_path / "recipe.yaml", lora__dropout=0.0), "fewer than 8 tokens"
     for words in (["pipeline.sequence_chunks=8"], ["max_seq_length=8192", "pipeline.sequence_chunks=1024"]):
         load_recipe(recipe, words)
+    recompute = ("pipeline.recompute=none", "does not go with pipeline.recompute")
+    for word, problem in (recompute, ("max_seq_length=31", few)):
+        with pytest.raises(RefusedError, match=problem):
+            load_recipe(recipe, ["pipeline.sequence_chunks=4", word])
+    with pytest.raises(RefusedError, match=few):
+        load_recipe(recipe, ["max_seq_length=8191", "pipeline.sequence_chunks=1024"])
 
 
 def test_rows_shorter_than_chunks_are_reported() -> None:

@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,23 +19,14 @@ from roundpipe_cli.planning.search.search import lower_bounds
 from roundpipe_cli.planning.search.stages import StageSums
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
+from tests.schedule.test_simulate import FIGURES, published_costs
 from tests.support.covering import swept
-
-FACTS = Path(__file__).resolve().parents[1] / "facts" / "published_schedules.json"
-
 
 ALONE, STEADY = {"staleness": 0, "num_steps": 1}, {"staleness": 1, "num_steps": 60}
 
 
 def published_models() -> dict[str, Any]:
-    return dict(json.loads(FACTS.read_text())["models"])
-
-
-def costs_of(model: dict[str, Any]) -> CostModel:
-    forward_s, backward_s = model["block_forward_ms"] / 1e3, model["block_backward_ms"] / 1e3
-    blocks = [LayerCost(f"block.{index}", forward_s, backward_s, True) for index in range(model["blocks"])]
-    head = LayerCost("head", model["head_forward_ms"] / 1e3, model["head_backward_ms"] / 1e3, False)
-    return CostModel("published", (*blocks, head), hop_s=model["hop_ms"] / 1e3)
+    return dict(json.loads(FIGURES.read_text())["models"])
 
 
 def random_costs(rng: random.Random, num_blocks: int, num_workers: int) -> CostModel:
@@ -76,14 +66,14 @@ def test_published_partition_has_its_published_makespan(name: str) -> None:
     head, *later = partition["blocks_per_backward_stage"]
     forward = forward_ranges(partition["blocks_per_forward_stage"])
     stages = forward, backward_ranges([head + 1, *later], model["blocks"] + 1)
-    makespan_s, step_s = scored(costs_of(model), stages, 8, chain_of(16, 8, staleness=0, num_steps=1))
+    makespan_s, step_s = scored(published_costs(model), stages, 8, chain_of(16, 8, staleness=0, num_steps=1))
     assert makespan_s * 1e3 == pytest.approx(partition["makespan_ms"], rel=1e-6)
     assert step_s == makespan_s
 
 
 def test_updates_change_no_published_figure() -> None:
     model, speeds = published_models()["Llama3-8B"], (1.0, 0.7, 1.0, 1.0, 0.5)
-    costs = replace(costs_of(model), worker_speed=speeds)
+    costs = replace(published_costs(model), worker_speed=speeds)
     updated = replace(costs, layers=tuple(replace(layer, optimizer_s=0.5) for layer in costs.layers))
     cut = StageCut(((0, 19),), ((20, len(costs.layers) - 1), (0, 19)))
     steps = [
@@ -102,7 +92,7 @@ def test_updates_change_no_published_figure() -> None:
     ],
 )
 def test_a_plan_is_as_fast_as_the_best_known(name: str, most_ms: float, microbatches: int, way: Any) -> None:
-    costs = costs_of(published_models()[name])
+    costs = published_costs(published_models()[name])
     plan = plan_partition(SimulationCase(costs, 8, microbatches, accounting="published", **way))
     _, step_s = scored(costs, (plan.forward_stages, plan.backward_stages), 8, chain_of(microbatches, 8, **way))
     assert step_s * 1e3 <= most_ms
