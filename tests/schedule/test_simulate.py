@@ -236,13 +236,8 @@ def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_mi
     num_stages = num_workers * loops
     stages = [(index, index) for index in range(num_stages)]
     groups = max(1, num_microbatches // num_workers)
-    theirs = SimpleNamespace(
-        n_local_stages=loops,
-        microbatches_per_round=num_microbatches // groups,
-        pp_group_size=num_workers,
-        _n_microbatches=num_microbatches,
-        _stages=[None] * loops,
-    )
+    theirs = SimpleNamespace(n_local_stages=loops, pp_group_size=num_workers, _n_microbatches=num_microbatches)
+    theirs.microbatches_per_round, theirs._stages = num_microbatches // groups, [None] * loops
     for name, torch_name in (("interleaved_1f1b", "ScheduleInterleaved1F1B"), ("looped_bfs", "ScheduleLoopedBFS")):
         ours = build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(num_microbatches))
         assert len(ours.actions) == num_workers
@@ -291,13 +286,8 @@ def test_published_figures(model_name: str, name: str) -> None:
     model = data["models"][model_name]
     figures = model["schedules"][name]
     costs = published_costs(model)
-    schedule = build_schedule(
-        name,
-        **published_stages(model, figures),
-        num_workers=data["workers"],
-        rounds=Rounds(data["microbatches"]),
-        costs=costs,
-    )
+    stages, rounds = published_stages(model, figures), Rounds(data["microbatches"])
+    schedule = build_schedule(name, **stages, num_workers=data["workers"], rounds=rounds, costs=costs)
     timeline = simulate(schedule, costs, accounting="published")
     parts = bubble(timeline)
     assert makespan_s(timeline) * 1e3 == pytest.approx(figures["makespan_ms"], rel=1e-6)

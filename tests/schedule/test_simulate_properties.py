@@ -35,42 +35,25 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, CostModel, int]:
     """(schedule, costs, staleness), small."""
     num_layers = draw(st.integers(2, 8))
     sizes, updates = st.sampled_from([0, 20 * MIB, 300 * MIB]), st.sampled_from([0.0, 0.5])
-    layers = tuple(
-        LayerCost(
-            "embed" if index == 0 else f"layer {index}",
-            draw(SECONDS),
-            draw(SECONDS),
-            recompute=index < num_layers - 1,
-            param_bytes=draw(sizes),
-            boundary_bytes=draw(sizes) if index < num_layers - 1 else 0,
-            grad_bytes=draw(sizes),
-            optimizer_s=draw(updates),
-            activation_bytes=draw(sizes),
-        )
-        for index in range(num_layers)
-    )
+    layers = []
+    for index in range(num_layers):
+        name, is_last = "embed" if index == 0 else f"layer {index}", index == num_layers - 1
+        seconds, held = [draw(SECONDS), draw(SECONDS)], {"param_bytes": draw(sizes), "grad_bytes": draw(sizes)}
+        held |= {"boundary_bytes": 0 if is_last else draw(sizes), "activation_bytes": draw(sizes)}
+        layers.append(LayerCost(name, *seconds, recompute=not is_last, **held, optimizer_s=draw(updates)))
     num_workers = draw(st.integers(1, 4))
     speeds = draw(st.none() | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_workers, max_size=num_workers))
-    costs = CostModel(
-        "drawn",
-        layers,
-        hop_s=draw(st.sampled_from([0.0, 0.01, 0.7])),
-        link_bytes_per_s=draw(st.sampled_from([50e6, 1e9])),
-        slots=draw(st.integers(1, 3)),
-        worker_speed=tuple(speeds) if speeds else None,
-    )
+    links = {"hop_s": draw(st.sampled_from([0.0, 0.01, 0.7])), "link_bytes_per_s": draw(st.sampled_from([50e6, 1e9]))}
+    speed = tuple(speeds) if speeds else None
+    costs = CostModel("drawn", tuple(layers), **links, slots=draw(st.integers(1, 3)), worker_speed=speed)
     name = draw(st.sampled_from(SCHEDULES))
     per_round, options = None, Options()
     if name == "roundpipe":
         head_first = draw(st.integers(0, num_layers - 1))
         num_backward = draw(st.integers(1, head_first)) if head_first else 0
-        stages: dict[str, Any] = {
-            "forward_stages": draw(cuts(head_first, draw(st.integers(1, num_layers)))) if head_first else [],
-            "backward_stages": [
-                (head_first, num_layers - 1),
-                *(reversed(draw(cuts(head_first, num_backward))) if num_backward else []),
-            ],
-        }
+        forward = draw(cuts(head_first, draw(st.integers(1, num_layers)))) if head_first else []
+        later = reversed(draw(cuts(head_first, num_backward))) if num_backward else []
+        stages: Any = {"forward_stages": forward, "backward_stages": [(head_first, num_layers - 1), *later]}
         per_round = draw(st.none() | st.integers(1, 6))
         options = Options(draw(st.integers(1, 3)), draw(st.booleans()), draw(st.integers(0, 4)))
     else:
@@ -79,14 +62,8 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, CostModel, int]:
         )
         stages = {"forward_stages": draw(cuts(num_layers, num_workers * looped))}
     staleness = draw(st.integers(0, 1))
-    schedule = build_schedule(
-        name,
-        **stages,
-        num_workers=num_workers,
-        rounds=Rounds(draw(st.integers(1, 6)), per_round, draw(st.integers(1, 3)), staleness, options=options),
-        costs=costs,
-    )
-    return schedule, costs, staleness
+    rounds = Rounds(draw(st.integers(1, 6)), per_round, draw(st.integers(1, 3)), staleness, options=options)
+    return build_schedule(name, **stages, num_workers=num_workers, rounds=rounds, costs=costs), costs, staleness
 
 
 def longest_path_s(program: Program, durations: list[float], hop_s: float) -> float:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
@@ -183,17 +183,11 @@ class _Fifo(TransferQueue):
 
 
 def run_emulated(
-    schedule: Schedule,
-    costs: CostModel,
-    *,
-    staleness: int = 0,
-    after_update: bool = False,
-    fifo: bool = False,
-    watchdog_s: float | None = 600.0,
+    schedule: Schedule, costs: CostModel, *, fifo: bool = False, watchdog_s: float | None = 600.0, **how: Any
 ) -> Emulated:
     """Carry a schedule out, all its chained steps, on emulated devices; takes as long as it says.
-    `fifo`: transfers go first in, first out, in place of priorities. Fails after `watchdog_s` without progress."""
-    program = lower(schedule, costs, staleness=staleness, after_update=after_update)
+    `how`: as in the simulator; `fifo`: transfers go first in, first out. Fails after `watchdog_s` without progress."""
+    program = lower(schedule, costs, **how)
     host = schedule.num_workers
     ops = [op._replace(worker=host) if op.lane == HOST else op for op in program.ops]
     program = replace(program, ops=ops, compute=[*program.compute, []])

@@ -14,25 +14,15 @@ from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule, check_chunks, check_stages
 
 Key = tuple[Kind, int, int]  # (kind, stage, microbatch): an action, on whichever worker it runs
+Stages = Sequence[StageRange]
 
 
 def dealt(
-    forward: Sequence[StageRange],
-    backward: Sequence[StageRange],
-    workers: int,
-    microbatches: int,
-    costs: CostModel | None = None,
-    **rounds: Any,
+    forward: Stages, backward: Stages, workers: int, microbatches: int, costs: CostModel | None = None, **rounds: Any
 ) -> Schedule:
     """Roundpipe's schedule of these stages; `rounds`: more values of `Rounds`."""
-    return build_schedule(
-        "roundpipe",
-        forward_stages=forward,
-        backward_stages=backward,
-        num_workers=workers,
-        rounds=Rounds(microbatches, **rounds),
-        costs=costs,
-    )
+    given: Any = {"forward_stages": forward, "backward_stages": backward, "num_workers": workers}
+    return build_schedule("roundpipe", **given, rounds=Rounds(microbatches, **rounds), costs=costs)
 
 
 def small_schedule(

@@ -50,14 +50,8 @@ def resume_chains(arena: Arena, count: int) -> Seen:
 
 
 def _workspace(arena: Arena, packing: bool) -> Path:
-    return arena.workspace(
-        datasets=[{"path": str(arena.folder / "many.jsonl")}],
-        num_train_epochs=NUM_EPOCHS,
-        max_steps=None,
-        packing=packing,
-        max_seq_length=128,
-        save_steps=4,
-    )
+    epochs = {"num_train_epochs": NUM_EPOCHS, "max_steps": None, "max_seq_length": 128, "save_steps": 4}
+    return arena.workspace(datasets=[{"path": str(arena.folder / "many.jsonl")}], packing=packing, **epochs)
 
 
 def _uninterrupted(arena: Arena, packing: bool) -> tuple[dict[int, list[int]], list[dict[str, Any]]]:

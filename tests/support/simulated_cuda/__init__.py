@@ -85,20 +85,12 @@ class Simulation:
     def __init__(
         self,
         cards: Sequence[Card] = (Card(),),
-        seed: int = 0,
+        seed: int = 0,  # of how late the host learns of events
         *,
-        lazy: bool = False,
-        tolerant: bool = False,
-        max_locked_bytes: int | None = None,
+        lazy: bool = False,  # put asynchronous copies off
+        tolerant: bool = False,  # keep accesses without an order in `unordered` instead of failing the block
+        max_locked_bytes: int | None = None,  # of host memory that may be page-locked; None: any
     ) -> None:
-        """
-        Args:
-            cards: `cuda:0`, `cuda:1`, ...
-            seed: of how late the host learns of events.
-            lazy: put asynchronous copies off.
-            tolerant: accesses without an order are kept in `unordered` instead of failing the block.
-            max_locked_bytes: of host memory that may be page-locked; None: any.
-        """
         actors = _Actors()
         streams = Streams(seed, actors.new, actors.myself)
         streams.lock = _thread.RLock()
