@@ -29,6 +29,7 @@ from roundpipe_cli.costs.measurement import (
     read_measurement,
 )
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.train import measure
@@ -164,6 +165,7 @@ def test_this_machines_own_measurement_is_used_here_or_said_not_to_be(
     """By `plan`, `--hardware here`, its file and `finetune` alike; other numbers of workers share the cores."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     loaded = load_text("{model: HuggingFaceTB/SmolLM2-135M, datasets: [{path: x.jsonl}], dtype: float32}", "r.yaml")
     before = make_plan(loaded, "here")
     assert before.question.machine_source == "this machine" and "by cores" in " ".join(before.question.hardware.notes)

@@ -60,10 +60,7 @@ SCREENS = {
     "200x60_8gpu": (200, 60, 8, True, COLOUR),
     "80x24_4gpu_ascii": (80, 24, 4, True, Theme(has_colour=False, glyphs=ASCII)),
     "60x15_2gpu_paused": (60, 15, 2, True, COLOUR),
-    "60x15_8gpu": (60, 15, 8, True, LETTERS),
-    "80x24_1gpu_failed": (80, 24, 1, True, LETTERS),
     "100x30_2cpu_loading": (100, 30, 2, False, COLOUR),
-    "120x40_16gpu": (120, 40, 16, True, LETTERS),
     "60x15_8gpu_simulated": (60, 15, 8, True, LETTERS),
     "120x40_8gpu_simulated": (120, 40, 8, True, COLOUR),
 }

@@ -32,11 +32,10 @@ from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe
+from tests.planning.test_plan_refusals import STAGES
 from tests.support.covering import swept
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 from tests.support.wrappers import tiny_wrapper
-
-STAGES = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]")
 
 
 @pytest.fixture(autouse=True)
@@ -311,9 +310,8 @@ def test_experts_of_unknown_number_per_token_are_a_guess(tmp_path: Path, model_t
     exact = built_architecture(counts, name="here", source="a test")
     costs_of(exact)
     assert exact.num_experts_per_tok == 2 and not exact.notes
-    guessed = built_architecture(
-        {key: value for key, value in counts.items() if key != "num_experts_per_tok"}, name="here", source="a test"
-    )
+    counts.pop("num_experts_per_tok")
+    guessed = built_architecture(counts, name="here", source="a test")
     costs_of(guessed)
     most = max(block.num_experts for block in guessed.blocks)
     assert guessed.num_experts_per_tok == most > 2

@@ -30,8 +30,6 @@ from tests.support.covering import swept
 
 BLOCKS = 9
 LIMITS = StageLimits(forward_bytes=40, backward_bytes=30, head_bytes=35)
-
-
 SUMS = StageSums(
     CostModel("blocks", (*[LayerCost("block", 1.0, 2.0, True, param_bytes=10, boundary_bytes=1)] * BLOCKS,
                          LayerCost("head", 1.0, 2.0, False, param_bytes=10, boundary_bytes=1)))
@@ -52,10 +50,7 @@ def bounds() -> list[int]:
 def test_cells_that_no_limit_allows_are_left_out() -> None:
     """All cells with a cut within the limits stay, and most of the others go before anything is computed for them."""
     chain = chain_of(6, 3, staleness=0, num_steps=1)
-    all_cells, kept = (
-        search.make_cells(scorer(None), bounds(), chain),
-        search.make_cells(scorer(LIMITS), bounds(), chain),
-    )
+    all_cells, kept = (search.make_cells(scorer(limits), bounds(), chain) for limits in (None, LIMITS))
     assert len(kept) < len(all_cells) / 2
     left = set(zip(kept.forward.tolist(), kept.later.tolist(), kept.head.tolist(), strict=True))
     for pattern in [(forward, later) for forward in search.PATTERNS for later in search.PATTERNS]:

@@ -14,18 +14,13 @@ from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan, priced
 from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans, summary_of
 from roundpipe_cli.recipe.load import load_recipe
-
-FIGURES = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128},
-}
-STAGES = ["pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]"]
+from tests.planning.test_plan_refusals import FIGURES, STAGES
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(FIGURES))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**FIGURES, "model_type": "llama"}))
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     path = tmp_path / "recipe.yaml"
     path.write_text(f"model: {tmp_path}/model\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: out\nmax_seq_length: 64\n")
