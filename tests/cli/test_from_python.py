@@ -336,11 +336,9 @@ def test_importing_is_cheap() -> None:
         "print([name for name in ('torch', 'transformers', 'numpy', 'omegaconf') if name in sys.modules])\n"
         "try:\n    roundpipe_cli.plans\nexcept AttributeError as error:\n    print(error)\n"
     )
-    assert done.stdout.splitlines() == [
-        "['roundpipe_cli']",
-        "[]",
-        "module 'roundpipe_cli' has no attribute 'plans'",
-    ], done.stderr
+    assert done.stdout.splitlines() == ["['roundpipe_cli']", "[]", "module 'roundpipe_cli' has no attribute 'plans'"], (
+        done.stderr
+    )
 
 
 PROGRAM = """

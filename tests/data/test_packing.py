@@ -112,11 +112,7 @@ DELTA = ["qwen3_5_moe_text", "olmo_hybrid", *swept(set(GATED_DELTA) - {"qwen3_5_
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        *("llama", "qwen3_moe", "gemma3_text", *DELTA),
-        *swept(["gpt2", "mistral", "gemma2", "cohere2"]),
-    ],
+    "model_type", [*("llama", "qwen3_moe", "gemma3_text", *DELTA), *swept(["gpt2", "mistral", "gemma2", "cohere2"])]
 )
 def test_packed_and_unpacked_steps_are_equal_through_the_engine(model_type: str) -> None:
     """One step over the same rows: loss within 1e-5, every gradient within 1e-5 of its norm."""

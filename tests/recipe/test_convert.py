@@ -187,13 +187,7 @@ def test_null_is_no_value_and_not_false(tool: str) -> None:
     own = {*parse_bytes(BASES[tool].encode(), "a.yaml").data, "max_length", "use_peft"}
     nothing = {
         key: None
-        for key in {
-            *ALIASES,
-            *RULES,
-            *names_of("idle"),
-            *names_of("other"),
-        }
-        - own
+        for key in {*ALIASES, *RULES, *names_of("idle"), *names_of("other")} - own
         if not set(".~*") & set(key)
     }
     plain, found = converted(tool), converted(tool, json.dumps(nothing))
