@@ -28,18 +28,13 @@ BEFORE = "<|u|>Q?<|e|><|a|>"
 PLAIN = LOOP + "{{- '<|a|>' + m.content + '<|e|>' }}{%- endif %}{%- endfor %}" + PROMPT
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("thoughts", ["mask", "drop"])
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "Let me look. <think>hm</think> It is four.",
-        "End the block with </think> and answer.",
-        "Begin with <think> and go on.",
-        "<think>hm</think>End it with </think>.",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    "Let me look. <think>hm</think> It is four.", "End the block with </think> and answer.",
+    "Begin with <think> and go on.", "<think>hm</think>End it with </think>.",
+])  # fmt: skip
 def test_marks_that_may_be_words_are_refused(tmp_path: Path, thoughts: str, answer: str) -> None:
-    """Of the first, only its last sentence was trained; of the second, `and answer.`"""
     rows: list[dict[str, Any]] = [{"messages": [ASKED, said(answer)]}, {"prompt": "Q?", "completion": answer}]
     for row, template in [(rows[0], CHATML), (rows[1], None)]:
         with pytest.raises(RefusedError, match="from its words|never ends"):
@@ -65,9 +60,7 @@ def test_marks_that_may_be_words_are_refused(tmp_path: Path, thoughts: str, answ
          [ASKED, said("12", thought="Hm.")], "[[12]]<think>Hm.</think> [[<|e|>]]"),
     ],
 )  # fmt: skip
-def test_a_masked_thought_is_a_piece_with_its_marks(
-    template: str, messages: list[dict[str, Any]], expected: str
-) -> None:
+def test_a_masked_thought_has_its_marks(template: str, messages: list[dict[str, Any]], expected: str) -> None:
     """A call before the content was not trained, and the mark that ends a thought of its own name was."""
     if expected.startswith("<|h|>final"):
         assert "leaves the assistant's thoughts out" in refused(template, messages, thoughts="mask")
@@ -78,12 +71,8 @@ def test_a_masked_thought_is_a_piece_with_its_marks(
 def test_marks_of_thoughts_are_known_by_the_template() -> None:
     """Around nothing, they stayed trained unless they were `<think>`; behind a thought, unless they looked like an
     end. An empty answer was not trained where turns have two end tokens."""
-    for opens, closes in (
-        ("[THINK]", "[/THINK]"),
-        ("<|h|>thought\n", "<h|>"),
-        ("<think>\n", "\n</think>\n\n"),
-        ("<|h|>", "<|x|>"),
-    ):
+    marks = ("[THINK]", "[/THINK]"), ("<|h|>thought\n", "<h|>"), ("<think>\n", "\n</think>\n\n"), ("<|h|>", "<|x|>")
+    for opens, closes in marks:
         end = "<|e|>\n</s>"
         template = (
             "{%- for m in messages %}{{- '<|u|>' ~ m.content ~ E if m.role == 'user' else '<|a|>' }}"
@@ -113,11 +102,8 @@ OPENS = PLAIN.replace("'<|a|>' }}{%- endif %}", "'<|a|><think>\\n' }}{%- endif %
 
 
 def test_the_mark_that_a_prompt_gives_is_not_trained(tmp_path: Path) -> None:
-    """In `reasoning_content` it was not; in `content` it was."""
-    for messages in (
-        [ASKED, said("<think>\nhm</think>12")],
-        [ASKED, said("<think>\nhm</think>12"), *[ASKED, said("x")]],
-    ):
+    for more in ([], [ASKED, said("x")]):
+        messages = [ASKED, said("<think>\nhm</think>12"), *more]
         assert shown(OPENS, messages).startswith(BEFORE + "<think>\n[[hm</think>12<|e|>]]")
     assert shown(OPENS, [ASKED, said("<think>hm</think>12")]) == BEFORE + "<think>[[hm</think>12<|e|>]]"
     opened = OPENS.replace("'<|a|>' + m.content", "'<|a|><think>\\n' + m.content")
@@ -165,7 +151,6 @@ def test_every_way_of_a_template_writes_what_transformers_writes(way: str) -> No
 
 
 def test_marks_of_captured_text_outlive_its_changes() -> None:
-    """It ended in an IndexError."""
     marked = (
         LOOP + "{{- '<|a|>' }}{%- set x %}{% generation %}{{- ' ' ~ m.content ~ '<|e|>' }}{% endgeneration %}"
         "{%- endset %}{{- x WAY }}{%- endif %}{%- endfor %}"
@@ -178,13 +163,7 @@ def test_marks_of_captured_text_outlive_its_changes() -> None:
 # Arguments of calls.
 
 VALUES: list[Any] = [
-    ["CET", "UTC"],
-    [],
-    [1, 2.5, None, True],
-    {"a": ["b"], "c": {"d": 1}},
-    [{"é": "q\"uo'te\n"}],
-    3,
-    "x",
+    *(["CET", "UTC"], [], [1, 2.5, None, True], {"a": ["b"], "c": {"d": 1}}, [{"é": "q\"uo'te\n"}], 3, "x")
 ]
 
 
@@ -195,7 +174,6 @@ VALUES: list[Any] = [
      "a | string", "c.function", "c"],
 )  # fmt: skip
 def test_a_list_in_arguments_is_written_as_transformers_writes_it(value: object, way: str) -> None:
-    """The row was refused, or got the arguments as JSON text where the others had another syntax."""
     template = CALLS.replace(
         "{{- c.function.name + c.function.arguments | tojson }}",
         "{%- set a = c.function.arguments %}{{- c.function.name ~ ' ' }}{{- " + way + " }}",
@@ -229,7 +207,6 @@ TWO_ENDS = PLAIN.replace("+ m.content + '<|e|>' }}{%- endif", "+ m.content + '<|
 
 
 def test_an_end_of_two_tokens_is_one_end() -> None:
-    """`train_on_eos: none` left both of them trained."""
     turns, end, question = [ASKED, said("One."), ASKED, said("Two.")], "<|x|>\n<|e|>", "<|u|>Q?"
     for ends, (first, last, asked) in {
         "turn": (f"[[One.{end}]]", f"[[Two.{end}]]", "<|e|>"), "none": (f"[[One.]]{end}", f"[[Two.]]{end}", "<|e|>"),
@@ -247,13 +224,6 @@ def test_an_end_of_two_tokens_is_one_end() -> None:
         "<|u|>Say <|e|> or <|x|>.[[<|e|>]]<|a|>[[One <|e|> two.<|e|>]]"
     )
     assert shown(PLAIN, spelt, train_on_eos="none").endswith("[[One <|e|> two.]]<|e|>")
-
-
-def test_an_earlier_turn_with_another_end_has_one() -> None:
-    """gpt-oss's: `<|end|>` of the earlier turns, and `<|call|>`, stayed trained."""
-    text = shown(GPT_OSS, [ASKED, said("One."), ASKED, said("Two.")], train_on_eos="none")
-    assert "One.]]<|e|>" in text and text.endswith("Two.]]<|x|>")
-    assert shown(GPT_OSS, [ASKED, said("", {"a": 1})], train_on_eos="none").endswith('{"a": 1}]]<|c|>')
 
 
 @pytest.mark.parametrize("result", ["3", ""])
@@ -280,17 +250,11 @@ def test_a_call_without_a_mark_at_its_end_keeps_the_mark_of_the_result_untrained
 # What a row says.
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        said("x", thought="write <|im_end|>"),
-        said("", {"a": {"b": ["<|im_end|>"]}}),
-        said("", {"<|im_end|>": 1}),
-        said("<|im_end|>"),
-    ],
-)
+@pytest.mark.parametrize("turn", [
+    said("x", thought="write <|im_end|>"), said("", {"a": {"b": ["<|im_end|>"]}}), said("", {"<|im_end|>": 1}),
+    said("<|im_end|>"),
+])  # fmt: skip
 def test_special_tokens_in_thoughts_and_calls_are_told(tmp_path: Path, turn: dict[str, Any]) -> None:
-    """Those in `content` alone were."""
     template = CALLS.replace("+ m.content }}", "+ (m.reasoning_content or '') + m.content }}")
     tokenizer = byte_tokenizer(template=template)
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
@@ -301,7 +265,6 @@ def test_special_tokens_in_thoughts_and_calls_are_told(tmp_path: Path, turn: dic
 
 
 def test_two_of_one_in_a_message_are_refused() -> None:
-    """The second was dropped without a word."""
     call = {"name": "f", "arguments": {"a": 1}}
     for keys, other in (
         ({"reasoning_content": "a", "thinking": "b"}, {"thinking": "a"}),

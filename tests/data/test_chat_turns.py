@@ -145,14 +145,6 @@ def test_a_thought_is_trained_behind_an_empty_block_of_the_generation_prompt() -
     assert shown(template, [ASKED, said("12")]) == "<|u|>Q?<|e|><|a|><think>\n\n</think>\n\n[[12<|e|>]]"
 
 
-def test_calls_before_the_content_are_trained_and_outputs_are_not() -> None:
-    """Gemma 4's layout: the call was not trained, and the output was."""
-    text = shown(GEMMA4, [ASKED, said("So.", {"a": 1}), output("3"), DONE])
-    assert text == "<|u|>Q?<|e|><|a|>[[<|c|>addup{a:1,}<c|>]]<|r|>addup=3<r|>[[So.]][[Three.<|e|>]]"
-    empty = shown(GEMMA4, [ASKED, said("So.", {"a": 1}), output(""), DONE])
-    assert "<|r|>addup=<r|>[[So.]]" in empty
-
-
 def test_calls_that_a_template_leaves_out_are_refused() -> None:
     """gpt-oss's writes the first one only: the others vanished, and their outputs stayed."""
     told = refused(GPT_OSS, [ASKED, said("", {"a": 1}, {"a": 2}), output("3"), output("4"), DONE])
@@ -174,9 +166,11 @@ def test_arguments_of_every_kind_are_found(value: object) -> None:
 
 
 def test_gpt_oss_keeps_channels_and_ends_of_earlier_turns() -> None:
-    text = shown(GPT_OSS, [ASKED, said("One."), ASKED, said("Two.")])
-    question = "<|s|>user<|m|>Q?<|e|><|s|>assistant"
-    assert text == f"{question}[[<|h|>final<|m|>One.<|e|>]]{question}[[<|h|>final<|m|>Two.<|x|>]]"
+    question, turns = "<|s|>user<|m|>Q?<|e|><|s|>assistant", [ASKED, said("One."), ASKED, said("Two.")]
+    first, last = f"{question}[[<|h|>final<|m|>One.", f"{question}[[<|h|>final<|m|>Two."
+    assert shown(GPT_OSS, turns) == f"{first}<|e|>]]{last}<|x|>]]"
+    assert shown(GPT_OSS, turns, train_on_eos="none") == f"{first}]]<|e|>{last}]]<|x|>"
+    assert shown(GPT_OSS, [ASKED, said("", {"a": 1})], train_on_eos="none").endswith('{"a": 1}]]<|c|>')
 
 
 def test_gpt_oss_takes_calls_with_thoughts() -> None:
@@ -242,17 +236,13 @@ def test_rows_with_tools_take_the_template_of_that_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("thoughts", ["drop", "mask"])
-@pytest.mark.parametrize("row", [{"messages": [ASKED, said("<think>hm")]}, {"prompt": "Q?", "completion": "<think>hm"}])
-@pytest.mark.parametrize("template", [CHATML, None])
-def test_a_thought_that_never_ends_is_no_answer(
-    tmp_path: Path, thoughts: Any, row: dict[str, Any], template: str | None
-) -> None:
-    if template is None and "messages" in row:
-        pytest.skip("such rows need a template")
-    path = write_rows(tmp_path / "x.jsonl", [row])
-    settings = DataSettings((DatasetSpec(str(path), thoughts=thoughts),), 500)
-    with pytest.raises(RefusedError, match="begins a thought that never ends"):
-        build_dataset(settings, byte_tokenizer(template=template))
+def test_a_thought_that_never_ends_is_no_answer(tmp_path: Path, thoughts: Any) -> None:
+    plain: dict[str, Any] = {"prompt": "Q?", "completion": "<think>hm"}
+    for row, template in (({"messages": [ASKED, said("<think>hm")]}, CHATML), (plain, CHATML), (plain, None)):
+        path = write_rows(tmp_path / "x.jsonl", [row])
+        settings = DataSettings((DatasetSpec(str(path), thoughts=thoughts),), 500)
+        with pytest.raises(RefusedError, match="begins a thought that never ends"):
+            build_dataset(settings, byte_tokenizer(template=template))
 
 
 def test_special_tokens_that_take_blanks_leave_the_header_untrained() -> None:
@@ -271,12 +261,8 @@ def test_special_tokens_that_take_blanks_leave_the_header_untrained() -> None:
     assert tokenizer.decode(encoded.input_ids[encoded.weights != 0]) == "Yo<|e|>"
 
 
-def test_generation_marks_in_a_comment_are_none() -> None:
-    """The row had no trained token."""
+def test_generation_marks_in_a_comment_or_around_other_turns() -> None:
     assert "[[Three.</s>]]" in shown("{# {% generation %} #}" + CHATML, [ASKED, DONE])
-
-
-def test_marks_around_other_turns_are_refused() -> None:
     around = "{% generation %}" + CHATML + "{% endgeneration %}"
     assert "what the user said would be trained" in refused(around, [ASKED, DONE])
     beside = LOOP + "{{- '<|a|>' }}{% generation %}{{- m.content[:2] }}{% endgeneration %}{{- m.content[2:] }}"
