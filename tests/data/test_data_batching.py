@@ -19,7 +19,7 @@ from roundpipe_cli.train.prepare.steps import mix_of
 
 
 def test_order_is_fixed_for_ever() -> None:
-    # Golden: a resumed run must see the order that the run before it saw, whatever versions of numpy lie between.
+    """Golden: a resumed run must see the order that the run before it saw, whatever versions of numpy lie between."""
     assert epoch_order(10, 0, 42, shuffle=True).tolist() == [3, 7, 0, 5, 8, 4, 6, 2, 1, 9]
     assert epoch_order(10, 1, 42, shuffle=True).tolist() == [3, 8, 2, 0, 5, 7, 1, 9, 6, 4]
     assert epoch_order(4, 3, 43, shuffle=True).tolist() == [2, 3, 1, 0]
@@ -35,21 +35,13 @@ def rows_of(step: list[RowBatch]) -> list[int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    num_rows=st.integers(1, 60),
-    micro_batch_size=st.integers(1, 5),
-    microbatches=st.integers(1, 5),
-    seed=st.integers(0, 2**63),
-    shuffle=st.booleans(),
-)
-def test_every_epoch_has_every_row_once(
-    num_rows: int, micro_batch_size: int, microbatches: int, seed: int, shuffle: bool
-) -> None:
-    if num_rows < micro_batch_size * microbatches:
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**63), st.booleans())
+def test_every_epoch_has_every_row_once(num_rows: int, size: int, microbatches: int, seed: int, shuffle: bool) -> None:
+    if num_rows < size * microbatches:
         with pytest.raises(RefusedError, match="fewer rows than one step"):
-            sampler_of(num_rows, micro_batch_size, microbatches, seed, shuffle)
+            sampler_of(num_rows, size, microbatches, seed, shuffle)
         return
-    sampler = sampler_of(num_rows, micro_batch_size, microbatches, seed, shuffle)
+    sampler = sampler_of(num_rows, size, microbatches, seed, shuffle)
     steps_per_epoch = sampler.num_steps(1)
     assert sampler.num_steps(3) == 3 * steps_per_epoch
     for epoch in range(3):
@@ -58,8 +50,8 @@ def test_every_epoch_has_every_row_once(
             assert sampler.position.epoch == epoch
             rows = sampler.next_step()
             is_last = step == steps_per_epoch - 1
-            assert is_last or [len(microbatch) for microbatch in rows] == [micro_batch_size] * microbatches
-            assert all(0 < len(microbatch) <= micro_batch_size for microbatch in rows)
+            assert is_last or [len(microbatch) for microbatch in rows] == [size] * microbatches
+            assert all(0 < len(microbatch) <= size for microbatch in rows)
             seen += rows_of(rows)
         assert seen == epoch_order(num_rows, epoch, seed, shuffle).tolist()
         assert sorted(seen) == list(range(num_rows))
@@ -68,10 +60,10 @@ def test_every_epoch_has_every_row_once(
 LENGTHS = np.random.default_rng(5).integers(1, 100, 10_000)
 
 
-def long_sampler(packing: bool, weights: tuple[float, ...] = (1.0, 1.0)) -> BatchSampler:
+def long_sampler(packing: bool, weights: tuple[float, ...] = (1.0, 1.0), microbatches: int = 50) -> BatchSampler:
     """10,000 rows from two sources: three windows an epoch."""
     packer = Packer(LENGTHS, 300, seed=1, shuffle=True) if packing else None
-    return BatchSampler(RowMix([7000, 3000], weights, 1, shuffle=True), 2, 50, packer)
+    return BatchSampler(RowMix([7000, 3000], weights, 1, shuffle=True), 2, microbatches, packer)
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0)])
@@ -98,15 +90,14 @@ def test_a_step_depends_on_the_saved_position_alone(packing: bool, weights: tupl
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_steps_are_counted_from_any_position_with_any_number_of_rows(packing: bool) -> None:
+def test_steps_are_counted_from_any_position_with_any_rows(packing: bool) -> None:
     """A run may continue with another number of rows a step: from where it is, its last epoch still ends whole."""
     sampler, places = long_sampler(packing), []
     for _ in range(sampler.num_steps(2)):
         places.append(sampler.position)
         sampler.next_step()
-    packer = Packer(LENGTHS, 300, seed=1, shuffle=True) if packing else None
-    others = [BatchSampler(sampler.mix, 2, count, packer) for count in (25, 50, 133)]
-    for place in places[:: len(places) // 7]:
+    others = [long_sampler(packing, microbatches=count) for count in (25, 133)]
+    for place in places[:: len(places) // 3]:
         for other in others:
             left = other.num_steps(2, place)
             other.seek(place)
@@ -120,7 +111,6 @@ def test_steps_are_counted_from_any_position_with_any_number_of_rows(packing: bo
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_epochs_done_grow_to_a_whole_number_and_name_their_position(packing: bool) -> None:
-    """By the rows that were trained, packed or not: an epoch of 10,000 rows has three windows."""
     sampler, rows, before = long_sampler(packing), 0, 0.0
     while sampler.position.epoch < 2:
         place = sampler.position
@@ -134,7 +124,6 @@ def test_epochs_done_grow_to_a_whole_number_and_name_their_position(packing: boo
 
 
 def test_packed_epochs_are_counted_one_by_one() -> None:
-    """Each epoch packs other rows together, so that their numbers of sequences may differ."""
     packer = Packer(LENGTHS[:5000], 110, seed=1, shuffle=True)
     sampler = BatchSampler(RowMix([5000], [1.0], 1, shuffle=True), 1, 1, packer)
     counts = [sampler.num_sequences(epoch) for epoch in range(3)]
@@ -165,9 +154,8 @@ def test_too_few_packed_rows_are_refused() -> None:
     seed=st.integers(0, 1000),
     shuffle=st.booleans(),
 )
-def test_weights_are_shares_and_no_row_comes_twice_before_all_have_come(
-    sources: list[tuple[int, float]], seed: int, shuffle: bool
-) -> None:
+def test_weights_are_shares_and_rows_take_turns(sources: list[tuple[int, float]], seed: int, shuffle: bool) -> None:
+    """No row comes twice before all of its source have come."""
     sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
     total = sum(sizes)
     if total == 0:
@@ -269,17 +257,21 @@ def test_packed_rows_of_150_tokens_fill_the_step_that_plan_counts() -> None:
         assert 0.95 * 32_768 < sum(int(lengths[list(rows)].sum()) for rows in flat(step)) <= 32_768
 
 
-@pytest.mark.parametrize(
-    ("lengths", "sizes"),
-    [([70] * 16, [4, 4, 4, 4]), ([300, 70, 70, 70], [1, 1, 1, 1]), ([70] * 6, [2, 1, 2, 1]), ([70, 60], [1, 1])],
-)
-def test_short_sequences_make_the_least_number_of_microbatches(lengths: list[int], sizes: list[int]) -> None:
+def test_short_sequences_make_the_least_number_of_microbatches() -> None:
     """All would fit one microbatch, and one worker would do all the work."""
-    grouping = Grouping(np.array(lengths), 1, max_tokens=2048, least=4)
-    batches = grouping.group([(index,) for index in range(len(lengths))])
-    assert [len(batch) for batch in batches] == sizes
-    assert sorted(row for batch in batches for (row,) in batch) == list(range(len(lengths)))
-    assert len(grouping.resized(1).group([(index,) for index in range(len(lengths))])) == 1, "of a part of a step"
+    for lengths, sizes in (
+        ([70] * 16, [4] * 4),
+        ([300, 70, 70, 70], [1] * 4),
+        ([70] * 6, [2, 1] * 2),
+        ([70, 60], [1, 1]),
+    ):
+        grouping, sequences = (
+            Grouping(np.array(lengths), 1, max_tokens=2048, least=4),
+            [(n,) for n in range(len(lengths))],
+        )
+        batches = grouping.group(sequences)
+        assert [len(batch) for batch in batches] == sizes and sorted(flat(batches)) == sequences
+        assert len(grouping.resized(1).group(sequences)) == 1, "of a part of a step"
 
 
 def make_row(row_id: int, ids: list[int], labels: list[int]) -> Row:
