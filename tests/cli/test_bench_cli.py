@@ -117,9 +117,7 @@ def test_refused_counts(tmp_path: Path) -> None:
     assert "--workers must be at least 1" in refusal(invoke(path, workers=0))
     assert "--microbatches must be at least 1" in refusal(invoke(path, microbatches=-1))
     for flag, count in (
-        ("--workers", 10**6),
-        ("--microbatches", 10**7),
-        ("--steps", 10**9),
+        *(("--workers", 10**6), ("--microbatches", 10**7), ("--steps", 10**9)),
     ):  # were simulated for hours
         assert f"{flag} is too large to simulate" in refusal(invoke(path, flag, str(count)))
     speeds = write(tmp_path, costs_of(worker_speed=[1.0, 0.5, 0.5]))
@@ -145,8 +143,7 @@ def with_layer(*without: str, **values: Any) -> dict[str, Any]:
         (with_layer(backward_s=10**400), "backward_s: not a number"),
         (with_layer(param_bytes=1.5), "param_bytes: not a whole number"),
         (with_layer(recompute="yes"), "recompute is not true or false"),
-        (with_layer(forward=1), "did you mean forward_s?"),
-        (with_layer(name="embed"), "a layer out of place"),
+        *((with_layer(forward=1), "did you mean forward_s?"), (with_layer(name="embed"), "a layer out of place")),
         (with_layer(recompute_skippable_s=1.0), "more is skipped than recomputed"),
         (with_layer("forward_s"), "layers[3] (block.3): forward_s missing"),
         (costs_of(link_bytes_per_s=0), "link_bytes_per_s: zero"),
@@ -155,15 +152,12 @@ def with_layer(*without: str, **values: Any) -> dict[str, Any]:
         (costs_of(layers=costs_of()["layers"][:2]), "the last layer is not the head"),
         (costs_of(layers=[{"name": "head", "forward_s": 0, "backward_s": 0}]), "no layer takes any time"),
         (costs_of(layers=[{**LAYER, "name": "head"}, LAYER]), "a layer out of place"),
-        (costs_of(layers=[LAYER, 3]), "not a layer"),
-        ({"layer": [LAYER]}, "did you mean layers"),
+        *((costs_of(layers=[LAYER, 3]), "not a layer"), ({"layer": [LAYER]}, "did you mean layers")),
         (costs_of(name=3), ": not a name"),
         (costs_of(layers=[{**LAYER, "name": 3}]), "layers[0]: not a name"),
-        (costs_of(worker_speed=3), "not a list of speeds"),
-        (costs_of(worker_speed=[]), "a list of speeds"),
+        *((costs_of(worker_speed=3), "not a list of speeds"), (costs_of(worker_speed=[]), "a list of speeds")),
         (costs_of(layers=[{"name": "block"}]), "forward_s, backward_s missing"),
-        ([], "not a costs file"),
-        ('{"name": "a", "name": "b"}', "key 'name' is there twice"),
+        *(([], "not a costs file"), ('{"name": "a", "name": "b"}', "key 'name' is there twice")),
         ('{"hop_s": NaN, "layers": [{"name": "head", "forward_s": 1, "backward_s": 1}]}', "hop_s: not a number"),
     ],
 )

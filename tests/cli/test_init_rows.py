@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import plain_data
 from tests.cli.test_terminal_text import said
-from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, metrics, run
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_workspace, metrics, run
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -61,8 +62,10 @@ def write_rows(folder: Path, kind: str) -> str:
     return "rows.jsonl"
 
 
-def test_epochs_are_for_rows_that_are_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path / "model", num_hidden_layers=2)
+def test_epochs_are_for_rows_that_are_not_packed(
+    tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(two_blocks, tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(ROWS["chat"](n)) + "\n" for n in range(7400)))
     monkeypatch.chdir(tmp_path)
     _, told = said("init", "--model", "model", "--data", "rows.jsonl", "--hardware", "here", "-o", "mine.yaml")
@@ -74,10 +77,10 @@ def test_epochs_are_for_rows_that_are_not_packed(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_what_init_writes_is_what_data_plan_and_finetune_take(
-    kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, method: str, tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Story: of pairs it wrote a recipe that `data` refused, and of whole conversations one that trained both."""
-    make_model(tmp_path / "model", num_hidden_layers=2)
+    shutil.copytree(two_blocks, tmp_path / "model")
     rows = write_rows(tmp_path, kind)
     words = ("--model", "model", "--data", rows, "--hardware", "here", "--method", method, "-o", "mine.yaml")
 
@@ -116,9 +119,8 @@ def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path, monkeypatch: py
     written = (tmp_path / "first.yaml").read_text()
     by_init, by_hand = (load_text(text, "first.yaml").recipe for text in (written, textwrap.dedent(shown[0])))
     assert {**plain_data(by_init), "hardware": None} == plain_data(by_hand)
-    assert len(re.sub(r"^(#.*|hardware.*|)\n", "", written, flags=re.MULTILINE).splitlines()) == len(
-        shown[0].splitlines()
-    )
+    bare = re.sub(r"^(#.*|hardware.*|)\n", "", written, flags=re.MULTILINE)
+    assert len(bare.splitlines()) == len(shown[0].splitlines())
 
 
 def known(looked: Looked) -> tuple[str | None, str]:
@@ -132,10 +134,8 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     assert choose_objective("simpo", "full", "pair") == ("simpo", "objective simpo: the rows are preference pairs.")
     assert choose_objective(None, "full", "pair")[0] == "orpo" and choose_objective(None, "qlora", "pair")[0] == "dpo"
     for asked, refusal in (
-        (("dpo", None, "answer"), "dpo trains on preference pairs"),
-        (("sft", None, "pair"), "sft trains on rows"),
-        (("dpo", "full", "pair"), "objective dpo needs method lora"),
-        (("grpo", None, None), "unknown objective"),
+        *((("dpo", None, "answer"), "dpo trains on preference pairs"), (("sft", None, "pair"), "sft trains on rows")),
+        *((("dpo", "full", "pair"), "objective dpo needs method lora"), (("grpo", None, None), "unknown objective")),
         (("distill", None, None), "init writes no recipe for objective distill"),
     ):
         with pytest.raises(RefusedError, match=refusal):
@@ -145,8 +145,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for row, expected in (
         ({"prompt": "a", "completion": "b", "thumbs_down": True}, "KTO"),
-        ({"prompt": "a"}, "prompts without an answer"),
-        ({"colour": 3}, "cannot tell the type"),
+        *(({"prompt": "a"}, "prompts without an answer"), ({"colour": 3}, "cannot tell the type")),
         ({"messages": [{"role": "user", "content": "a"}]}, "has nothing to train on"),
     ):
         file.write_text(f"{json.dumps(row)}\n" * 3)
@@ -197,10 +196,9 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeyp
         assert "Nothing is known of the rows of the hub's me/rows: `roundpipe data` shows" in " ".join(text.split())
 
 
-def test_a_run_that_began_with_other_defaults_is_resumed_with_them(tmp_path: Path) -> None:
+def test_a_run_that_began_with_other_defaults_is_resumed_with_them(tmp_path: Path, two_blocks: Path) -> None:
     """A recipe without these keys, and a checkpoint in which they have what once was their default."""
-    model = make_model(tmp_path / "model", num_hidden_layers=2)
-    folder = make_workspace(tmp_path / "w", model, method="full", **STAGES_OF_TWO)
+    folder = make_workspace(tmp_path / "w", two_blocks, method="full", **STAGES_OF_TWO)
     text = (folder / "recipe.yaml").read_text()
     unset = r"^(packing|micro_batch_size|learning_rate|lora):.*\n(  .*\n)*"
     (folder / "recipe.yaml").write_text(re.sub(unset, "", text, flags=re.MULTILINE))

@@ -87,7 +87,6 @@ def test_a_folder_without_runs_is_refused(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_cannot_be_read_hides_no_other(folder: Path, tmp_path: Path) -> None:
-    """A pipe or a huge report refused the whole list."""
     shutil.copytree(folder / "outputs" / "one", tmp_path / "one")
     for name in ("pipe", "huge"):
         (tmp_path / name).mkdir()

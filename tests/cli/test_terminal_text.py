@@ -91,7 +91,6 @@ def test_errors_are_cut_between_words_and_what_is_to_be_copied_is_not(width: int
 
 
 def test_a_run_ends_with_three_commands() -> None:
-    """After `finetune` nothing said what to do next."""
     lines = next_commands(Path("outputs/my run"), {"method": "lora"}).splitlines()
     assert lines == [
         "next:",
@@ -173,7 +172,6 @@ def take_terminal(name: str) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "bench"])
 def test_plan_and_bench_use_colour_on_a_terminal(command: str, tmp_path: Path) -> None:
-    """`plan` had none, `bench` bold words only."""
     words = (command, "smollm2-135m", "--hardware", "2x3090")
     coloured = on_a_terminal(tmp_path, 100, *words)
     verdict = f"{GREEN}FITS\x1b[0m" if command == "plan" else "\x1b[32mroundpipe"
