@@ -196,6 +196,8 @@ def test_one_syntax_of_calls_is_trained() -> None:
         syntax, [ASKED, said("", {"v": ["x", "y"]}), output("3"), DONE]
     )
     joins = CALLS.replace("c.function.arguments | tojson", "c.function.arguments")
+    told = refused(joins.replace("m.content", "m.content + m.nothing"), [ASKED, said("", {"a": 1}), output("3"), DONE])
+    assert "tool calls in a form that it takes" in told
     for arguments in ({}, {"v": 1}, {"v": ["x"]}):
         text = shown(joins, [ASKED, said("", arguments), output("3"), DONE])
         assert f"[[addup{json.dumps(arguments)}</s>]]" in text and text.endswith(f"({CALL_FORM_NOTES['text']})")

@@ -112,7 +112,6 @@ THOUGHT = "<think>carry one</think>12"
 
 
 def test_a_thought_in_the_content_is_not_dropped_in_silence() -> None:
-    """Of `<think>carry one</think>12` only `12` was trained, and nothing said so."""
     told = refused(DROPS, [ASKED, said(THOUGHT)])
     assert "leaves the assistant's thoughts out" in told and "no thought in `content` of turn 2" in told
     assert told.endswith("`chat_template: FILE`, or `thoughts: drop`")
@@ -196,13 +195,6 @@ def test_the_mark_of_the_next_turn_ends_a_turn(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Q?", "completion": "One."}])
     dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 500), byte_tokenizer(template=GLM4))
     assert any("ends an answer with the mark of the next turn" in notice for notice in dataset.notices)
-
-
-def test_arguments_are_text_for_templates_that_join_them() -> None:
-    """DeepSeek V3's layout: the error spoke of roles."""
-    assert '[[addup{"a": 1}</s>]]' in shown(JOINS, TOLD)
-    told = refused(JOINS.replace("m.content", "m.content + m.nothing"), TOLD)
-    assert "tool calls in a form that it takes" in told
 
 
 def test_calls_get_the_ids_that_a_template_asks_for() -> None:

@@ -260,10 +260,7 @@ def test_packed_rows_of_150_tokens_fill_the_step_that_plan_counts() -> None:
 def test_short_sequences_make_the_least_number_of_microbatches() -> None:
     """All would fit one microbatch, and one worker would do all the work."""
     for lengths, sizes in (
-        ([70] * 16, [4] * 4),
-        ([300, 70, 70, 70], [1] * 4),
-        ([70] * 6, [2, 1] * 2),
-        ([70, 60], [1, 1]),
+        *(([70] * 16, [4] * 4), ([300, 70, 70, 70], [1] * 4), ([70] * 6, [2, 1] * 2), ([70, 60], [1, 1])),
     ):
         grouping, sequences = (
             Grouping(np.array(lengths), 1, max_tokens=2048, least=4),

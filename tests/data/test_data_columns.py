@@ -41,7 +41,6 @@ def files_of(folder: Path, rows: Iterable[dict[str, Any]]) -> DataSettings:
 
 
 def test_layouts_that_are_used(tmp_path: Path) -> None:
-    """Each of these columns reaches the text that is trained on."""
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
     dataset = build_dataset(files_of(tmp_path, (row for row, _ in SINGLE.values())), tokenizer)
     assert len(dataset.rows) == len(SINGLE)
@@ -50,19 +49,16 @@ def test_layouts_that_are_used(tmp_path: Path) -> None:
 
 
 CAPITALS: list[tuple[dict[str, Any], str]] = [
-    ({"Question": "Hi", "Answer": "Yo"}, HI),
-    ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
+    *(({"Question": "Hi", "Answer": "Yo"}, HI), ({"PROMPT": "Hi", "Completion": "Yo"}, HI)),
     ({" question": "Hi", "answer ": "Yo"}, HI),
     ({"": "0", "Question": "Hi", "Answer": "Yo"}, HI),  # a column without a name is none of ours
     ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
-    ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
-    ({"Conversations": SHAREGPT}, HI),
+    *(({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI), ({"Conversations": SHAREGPT}, HI)),
     ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
 ]
 AMBIGUOUS: list[dict[str, Any]] = [
     {"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"},
-    {"Question": "no", "QUESTION": "Hi", "answer": "Yo"},
-    {"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"},
+    *({"Question": "no", "QUESTION": "Hi", "answer": "Yo"}, {"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"}),
 ]
 
 
@@ -80,17 +76,12 @@ def test_columns_in_other_capitals(tmp_path: Path) -> None:
 TURNS = [["Before?", "So."]]
 TOOL = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
 BESIDE: list[dict[str, Any]] = [
-    {},
-    {"system": "Be brief."},
-    {"system_prompt": "Be kind."},
-    {"System": "Be quick."},
-    {"tools": TOOL},
+    *({}, {"system": "Be brief."}, {"system_prompt": "Be kind."}, {"System": "Be quick."}, {"tools": TOOL}),
     {"Tools": TOOL, "system": "Be brief."},
 ]
 """Columns that every type of conversation may have beside its own."""
 BARE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "chat": ({"messages": CHAT}, BESIDE),
-    "sharegpt": ({"conversations": SHAREGPT}, BESIDE),
+    **{"chat": ({"messages": CHAT}, BESIDE), "sharegpt": ({"conversations": SHAREGPT}, BESIDE)},
     "alpaca": (
         {"instruction": "Hi", "output": "Yo"},
         [*BESIDE, {"input": "you"}, {"Input": "all"}, {"history": TURNS}],
@@ -127,24 +118,6 @@ def test_optional_columns_are_found_in_every_row(tmp_path: Path, name: str) -> N
     assert texts(DataSettings((DatasetSpec(str(path)),), 1000)) == [*alone[:1] * 501, *alone]
 
 
-def test_a_column_of_the_recipe_is_read_in_every_row(tmp_path: Path) -> None:
-    """Also where only a later row has it; and the notice names what any of the first rows has."""
-    tokenizer = byte_tokenizer()
-    rows = [{"q": "Hi", "a": "Yo"}, {"q": "Hi", "a": "Yo", "role": "Be brief."}]
-    dataset = build(
-        write_rows(tmp_path / "x.jsonl", rows), tokenizer, columns={"prompt": "q", "completion": "a", "system": "role"}
-    )
-    assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == [
-        HI + "Yo</s>\n",
-        SYSTEM + HI + "Yo</s>\n",
-    ]
-    assert dataset.notices[0].endswith("(columns q, a, role)")
-    dataset = build(
-        write_rows(tmp_path / "y.jsonl", [{"MESSAGES": 3}, {"messages": CHAT}]), type="chat", on_bad_row="skip"
-    )
-    assert len(dataset.rows) == 1, "a type that is given has its columns where any row has them"
-
-
 @pytest.mark.parametrize("written", [CHAT, SHAREGPT, json.dumps(CHAT)])
 def test_the_hint_for_messages_under_an_unknown_name(tmp_path: Path, written: object) -> None:
     """Story: it was `columns: {prompt: dialog, completion: COLUMN}`."""
@@ -177,11 +150,8 @@ def write_csv(path: Path, row: dict[str, Any]) -> Path:
 def test_lists_as_json_text_in_csv(tmp_path: Path) -> None:
     """Story: `messages` was refused as text, and a prompt of messages was trained as the letters of its JSON."""
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
-    specs = []
-    for number, (row, _) in enumerate(OPENED.values()):
-        specs += [
-            DatasetSpec(str(write_rows(tmp_path / f"{number}{end}", [as_texts(row)]))) for end in (".csv", ".jsonl")
-        ]
+    files = [(f"{n}{end}", row) for n, (row, _) in enumerate(OPENED.values()) for end in (".csv", ".jsonl")]
+    specs = [DatasetSpec(str(write_rows(tmp_path / name, [as_texts(row)]))) for name, row in files]
     dataset = build_dataset(DataSettings(tuple(specs), 1000), tokenizer)
     for index, (name, (_, prompt)) in enumerate(one for one in OPENED.items() for _ in range(2)):
         expected = "B</s>Yo</s>" if "\nB" in prompt else "Yo</s>"
@@ -202,16 +172,15 @@ def test_messages_in_a_list_of_json_texts(tmp_path: Path) -> None:
 def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     rows: list[dict[str, Any]] = [
-        {"chosen": CHAT, "rejected": [USER, NO]},
-        {"prompt": "Hi", "chosen": CHAT, "rejected": [USER, NO]},
-        {"prompt": [USER], "chosen": [YO], "rejected": [NO]},
-        {"messages": [USER], "chosen": YO, "rejected": NO},
+        *({"chosen": CHAT, "rejected": [USER, NO]}, {"prompt": "Hi", "chosen": CHAT, "rejected": [USER, NO]}),
+        *({"prompt": [USER], "chosen": [YO], "rejected": [NO]}, {"messages": [USER], "chosen": YO, "rejected": NO}),
     ]
     specs = tuple(DatasetSpec(str(write_csv(tmp_path / f"{index}.csv", row))) for index, row in enumerate(rows))
     chosen, rejected = both(DataSettings(specs, 1000), tokenizer)
     for index in range(len(rows)):
-        assert trained_text(tokenizer, chosen, index) == (HI + "Yo</s>\n", "Yo</s>")
-        assert trained_text(tokenizer, replace(chosen, sides=(rejected,)), index) == (HI + "No</s>\n", "No</s>")
+        assert pair_text(tokenizer, chosen, rejected, index) == [
+            (f"{HI}{one}</s>\n", f"{one}</s>") for one in ("Yo", "No")
+        ]
 
 
 def test_a_text_of_json_stays_text(tmp_path: Path) -> None:
@@ -233,19 +202,15 @@ def test_messages_that_are_no_json_text(tmp_path: Path) -> None:
         assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
 
 
-@pytest.mark.parametrize(
-    ("columns", "hint"),
-    [
-        (["question", "final_answer"], "prompt: question, completion: final_answer"),
-        (["model_output", "user_input", "id"], "prompt: user_input, completion: model_output"),
-        (["Frage", "Antwort"], "prompt: Frage, completion: Antwort"),
-        (["rejected", "better"], "prompt: COLUMN, completion: COLUMN"),
-    ],
-)
-def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path, columns: list[str], hint: str) -> None:
-    with pytest.raises(RefusedError, match="cannot tell the type") as caught:
-        build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(columns, "x")]))
-    assert f"{{{hint}}}" in str(caught.value)
+def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path) -> None:
+    for columns, prompt, completion in (
+        (["question", "final_answer"], "question", "final_answer"),
+        (["model_output", "user_input", "id"], "user_input", "model_output"),
+        *((["Frage", "Antwort"], "Frage", "Antwort"), (["rejected", "better"], "COLUMN", "COLUMN")),
+    ):
+        with pytest.raises(RefusedError, match="cannot tell the type") as caught:
+            build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(columns, "x")]))
+        assert f"{{prompt: {prompt}, completion: {completion}}}" in str(caught.value)
 
 
 NOTHING = ["nan", "NaN", "NULL", "None", "NA", "N/A", "#N/A", "<NA>", "null", "\\N"]
@@ -263,44 +228,31 @@ def test_words_for_nothing_are_counted(tmp_path: Path, ending: str) -> None:
     said = f"{len(NOTHING) + 1} of {len(rows)} rows have only `nan`"
     assert any(text.startswith(said) and f"{path}:{first}, " in text for text in dataset.notices)
     assert trained_text(tokenizer, dataset, 1)[0] == "<s>user\nHi\n\nnan</s>\n<s>assistant\nYo</s>\n", "as it stands"
+    others = {"tools": "null", "rejected": "nan", "label": "NA"}  # neither is trained, so nothing is said
+    (source,) = build(write_csv(tmp_path / "y.csv", {"prompt": "Hi", "completion": "Yo", **others})).report.sources
+    assert source.rows_kept == 1 and source.null_word_rows == []
 
 
-def test_words_for_nothing_in_other_columns_are_nothing(tmp_path: Path) -> None:
-    """`rejected: nan` is no second answer, and `tools: null` none: neither is trained, so nothing is said."""
-    row = {"prompt": "Hi", "completion": "Yo", "tools": "null", "rejected": "nan", "label": "NA"}
-    dataset = build(write_csv(tmp_path / "x.csv", row))
-    assert len(dataset.rows) == 1 and dataset.report.sources[0].null_word_rows == []
-
-
-@pytest.mark.parametrize(
-    ("figure", "value", "expected"),
-    [
-        *(("weight", None, 1.0), ("weight", "", 1.0), ("weight", "0.5", 0.5), ("weight", 3, 3.0), ("weight", 0, 0.0)),
-        *(("label", True, 1.0), ("label", False, -1.0), ("label", "", None), ("weight", "much", None)),
-    ],
-)
-def test_a_figure_of_a_row_is_its_factor(figure: Any, value: object, expected: float | None) -> None:
+def test_a_figure_of_a_row_is_its_factor() -> None:
     """An empty cell of a table says no weight, and no label."""
-    if expected is None:
+    for value, factor in ((None, 1.0), ("", 1.0), ("0.5", 0.5), (3, 3.0), (0, 0.0)):
+        assert read_factor("weight", value, "w") == factor
+    assert (read_factor("label", True, "w"), read_factor("label", False, "w")) == (1.0, -1.0)
+    for figure, value in (("label", ""), ("weight", "much")):
         with pytest.raises(BadRowError, match="`w`"):
-            read_factor(figure, value, "w")
-    else:
-        assert read_factor(figure, value, "w") == expected
+            read_factor(figure, value, "w")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("columns", "word"),
-    [
-        (["a,b"], "commas"), (["a, b", "c"], None), (["a\tb", "c"], "tabs"), (["c", "a;b"], "semicolons"),
-        (["a|b"], "bars"), (["a", "b"], None),
-    ],
-)  # fmt: skip
-def test_what_may_part_columns_is_named(columns: list[str], word: str | None) -> None:
+def test_what_may_part_columns_is_named(tmp_path: Path) -> None:
     """Commas in one of several names part nothing: a name may have them."""
-    assert delimiter_hint(columns) is None if word is None else f"parted by {word}?" in str(delimiter_hint(columns))
-
-
-def test_unknown_columns_that_hold_a_delimiter_name_it(tmp_path: Path) -> None:
+    for columns, word in (
+        (["a,b"], "commas"),
+        (["a\tb", "c"], "tabs"),
+        (["c", "a;b"], "semicolons"),
+        (["a|b"], "bars"),
+    ):
+        assert f"parted by {word}?" in str(delimiter_hint(columns))
+    assert delimiter_hint(["a, b", "c"]) is delimiter_hint(["a", "b"]) is None
     with pytest.raises(RefusedError, match="parted by semicolons"):
         build(write_csv(tmp_path / "x.csv", {"Frage;Antwort, kurz": "x", "b;c": "y"}))
 
@@ -352,16 +304,20 @@ def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
 
 
 def test_columns_of_the_recipe_are_used(tmp_path: Path) -> None:
-    """A mapping makes a column used: the chosen answers alone, or a system prompt under another name."""
-    tokenizer = byte_tokenizer()
-    path = write_rows(tmp_path / "x.jsonl", [{"q": "Hi", "chosen": "Yo", "rejected": "No", "role": "Be brief."}])
-    columns = {"prompt": "q", "completion": "chosen", "system": "role"}
-    dataset = build(path, tokenizer, columns=columns)
-    assert trained_text(tokenizer, dataset) == (SYSTEM + HI + "Yo</s>\n", "Yo</s>")
+    """The chosen answers alone, or a system prompt under another name, also where only a later row has it; the notice
+    names what any of the first rows has."""
+    tokenizer, pair = byte_tokenizer(), {"q": "Hi", "chosen": "Yo", "rejected": "No"}
+    path = write_rows(tmp_path / "x.jsonl", [pair, {**pair, "role": "Be brief."}])
+    dataset = build(path, tokenizer, columns={"prompt": "q", "completion": "chosen", "system": "role"})
+    assert trained_text(tokenizer, dataset, 0) == (HI + "Yo</s>\n", "Yo</s>")
+    assert trained_text(tokenizer, dataset, 1) == (SYSTEM + HI + "Yo</s>\n", "Yo</s>")
+    assert dataset.notices[0].endswith("(columns q, chosen, role)")
     assert dataset.notices[-1].endswith("not used: rejected")
     with pytest.raises(RefusedError) as caught:
         build(path, columns={"prompt": "q", "completion": "rejected"})
     assert "`chosen` belongs to a preference pair" in str(caught.value)
+    late = write_rows(tmp_path / "y.jsonl", [{"MESSAGES": 3}, {"messages": CHAT}])
+    assert len(build(late, type="chat", on_bad_row="skip").rows) == 1, "a type that is given has its columns in any row"
 
 
 THINKING = CHATML.replace(
@@ -398,6 +354,10 @@ def both(settings: DataSettings, tokenizer: Any) -> tuple[TokenizedDataset, Toke
     return dataset, rejected
 
 
+def pair_text(tokenizer: Any, chosen: TokenizedDataset, rejected: TokenizedRows, index: int) -> list[tuple[str, str]]:
+    return [trained_text(tokenizer, one, index) for one in (chosen, replace(chosen, sides=(rejected,)))]
+
+
 def holding(settings: DataSettings, example: Any) -> DataSettings:
     """The settings of rows that hold such an example."""
     return replace(settings, datasets=tuple(replace(spec, example=example) for spec in settings.datasets))
@@ -423,15 +383,12 @@ def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: st
 
 
 def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
-    """Both answers behind the same prompt, and the answers alone are trained."""
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
     chosen, rejected = both(files_of(tmp_path, (row for row, _ in PAIRS.values())), tokenizer)
     assert len(chosen.rows) == len(rejected) == len(PAIRS)
     for index, (name, (_, prompt)) in enumerate(PAIRS.items()):
-        assert trained_text(tokenizer, chosen, index) == (prompt + "Yo</s>\n", "Yo</s>"), name
-        assert trained_text(tokenizer, replace(chosen, sides=(rejected,)), index) == (prompt + "No</s>\n", "No</s>"), (
-            name
-        )
+        expected = [(f"{prompt}{one}</s>\n", f"{one}</s>") for one in ("Yo", "No")]
+        assert pair_text(tokenizer, chosen, rejected, index) == expected, name
     assert not any(text.startswith("rejected: ") for text in chosen.notices)
 
 
@@ -446,7 +403,7 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
         ({"prompt": "Other", "chosen": CHAT, "rejected": [USER, NO]}, "does not follow on the prompt"),
         ({"messages": CHAT, "chosen": YO, "rejected": NO}, "does not follow on the prompt"),
         (
-            {"prompt": [USER], "messages": CHAT[:0] + [{**USER, "content": "Other"}], "chosen": YO, "rejected": NO},
+            {"prompt": [USER], "messages": [{**USER, "content": "Other"}], "chosen": YO, "rejected": NO},
             "are two prompts",
         ),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "images": ["a.jpg"]}, MEDIA),
@@ -455,7 +412,6 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
     ],
 )
 def test_pairs_that_are_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
-    """A bad answer on either side is named before anything is trained."""
     rows = [{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, row]
     if "messages" in row:
         rows.reverse()
@@ -466,13 +422,11 @@ def test_pairs_that_are_refused(tmp_path: Path, row: dict[str, Any], what: str) 
 
 @pytest.mark.parametrize("row", [{"prompt": "Hi", "completion": "No", "label": False}, {"messages": CHAT}])
 def test_rows_that_are_no_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
-    """KTO rows and plain answers with objective dpo."""
     with pytest.raises(RefusedError, match=r"KTO|cannot find preference pairs"):
         pairs_of(write_rows(tmp_path / "x.jsonl", [row]), byte_tokenizer())
 
 
 def test_pairs_without_a_template_are_prompt_and_answer_as_they_stand(tmp_path: Path) -> None:
-    """As before; lists of messages need a template."""
     tokenizer = byte_tokenizer(template=None)
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Q: ", "chosen": "Yo", "rejected": "No"}])
     chosen, _ = pairs_of(path, tokenizer)
@@ -485,8 +439,7 @@ def test_the_report_counts_pairs(tmp_path: Path) -> None:
     """A row is one pair, lost if either answer is; tokens are those of both answers."""
     rows = [
         {"prompt": "Hi", "chosen": "Yo", "rejected": "No", "id": 1},
-        {"prompt": "Hi", "chosen": "", "rejected": "No"},
-        {"prompt": "Hi", "chosen": "Yo", "rejected": "N" * 90},
+        *({"prompt": "Hi", "chosen": "", "rejected": "No"}, {"prompt": "Hi", "chosen": "Yo", "rejected": "N" * 90}),
     ]
     settings = {"on_bad_row": "skip", "long_rows": "drop"}
     chosen, rejected = pairs_of(write_rows(tmp_path / "x.jsonl", rows), byte_tokenizer(), **settings)

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from roundpipe_cli.data.describe import histogram
 from tests.cli.test_terminal_text import on_a_terminal, said
-from tests.support.e2e import make_model, make_workspace
+from tests.data.test_data_dataset import write_rows
+from tests.support.e2e import edit_json, make_model, make_workspace
 
 ROWS: list[Any] = [
-    {"prompt": "Say one", "completion": "1"},
-    {"prompt": "x" * 300, "completion": "beyond the cut"},
-    {"prompt": "no answer"},
-    {"prompt": "Say \x1b[31mtwo", "completion": "2 " * 60},
+    *({"prompt": "Say one", "completion": "1"}, {"prompt": "x" * 300, "completion": "beyond the cut"}),
+    *({"prompt": "no answer"}, {"prompt": "Say \x1b[31mtwo", "completion": "2 " * 60}),
     {"prompt": "Say three", "completion": "3"},
 ]
 
@@ -29,7 +28,7 @@ ROWS: list[Any] = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("data")
     folder = make_workspace(base / "work", make_model(base / "model"), max_seq_length=128, on_bad_row="skip")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(folder / "rows.jsonl", ROWS)
     for weights in (folder / "model").glob("*.safetensors"):
         weights.unlink()  # the command must not need them
     return folder
@@ -86,12 +85,9 @@ def test_json_has_everything(here: Path) -> None:
         ("dpo", {"chosen": "1", "rejected": "2"}, {"chosen", "rejected"}),
     ],
 )
-def test_a_sample_says_which_answer_it_is(
-    here: Path, objective: str, row: dict[str, Any], expected: set[str | None]
-) -> None:
+def test_a_sample_says_which_answer_it_is(here: Path, objective: str, row: dict[str, Any], expected: set[Any]) -> None:
     name = f"{objective}-{row.get('label')}.jsonl"
-    rows = [{"prompt": f"Say {n}", **row} for n in range(3)]
-    (here / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_rows(here / name, [{"prompt": f"Say {n}", **row} for n in range(3)])
     words = ("data", "recipe.yaml", f"objective={objective}", "packing=false", f"datasets[0].path={name}")
     samples = json.loads(said(*words, "--json")[0])["samples"]
     assert {sample["answer"] for sample in samples} == expected
@@ -106,11 +102,6 @@ def test_trained_tokens_are_green_on_a_terminal(folder: Path, no_color: bool) ->
     assert "\x1b[31mtwo" not in text
 
 
-def test_refusals_have_their_exit_code(here: Path) -> None:
-    assert "1 of 5 rows cannot be used" in said("data", "recipe.yaml", "on_bad_row=error", code=2)[1]
-    assert "dataset not found" in said("data", "recipe.yaml", "datasets[0].path=missing.jsonl", code=2)[1]
-
-
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=50))
 def test_histogram_counts_every_row_in_few_bins(lengths: list[int]) -> None:
@@ -121,8 +112,8 @@ def test_histogram_counts_every_row_in_few_bins(lengths: list[int]) -> None:
         assert rows == sum(low <= length < high for length in lengths)
 
 
-def test_a_model_folder_that_would_run_code_is_refused_here_too(here: Path, tmp_path: Path) -> None:
-    bad = shutil.copytree(here / "model", tmp_path / "bad")
-    config = json.loads((bad / "config.json").read_text())
-    (bad / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "evil.Config"}}))
-    assert "auto_map" in said("data", "recipe.yaml", f"model={bad}", code=2)[1]
+def test_refusals_have_their_exit_code(here: Path, tmp_path: Path) -> None:
+    assert "1 of 5 rows cannot be used" in said("data", "recipe.yaml", "on_bad_row=error", code=2)[1]
+    assert "dataset not found" in said("data", "recipe.yaml", "datasets[0].path=missing.jsonl", code=2)[1]
+    edit_json(shutil.copytree(here / "model", tmp_path / "bad") / "config.json", auto_map={"AutoConfig": "evil.Config"})
+    assert "auto_map" in said("data", "recipe.yaml", f"model={tmp_path}/bad", code=2)[1]

@@ -99,8 +99,6 @@ def trained_text(tokenizer: Any, dataset: TokenizedDataset, index: int = 0) -> t
 
 
 CHAT_TEXT = "<s>user\nHi</s>\n<s>assistant\nYo</s>\n"
-
-
 GOOD_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
 DECIDED: list[tuple[dict[str, object], str, dict[str, str]]] = [
     (GOOD_CHAT, "chat", {}),
@@ -140,10 +138,8 @@ def test_a_named_type_needs_no_notice_and_is_believed(tmp_path: Path) -> None:
     assert dataset.report.trained_tokens == 3  # the first token has nothing before it
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("trim", [False, True])
-@pytest.mark.parametrize("bos", [False, True])
-def test_plain_layout_without_a_template(tmp_path: Path, bos: bool, trim: bool) -> None:
+@pytest.mark.parametrize(("trim", "bos"), [(False, True), (True, False)])
+def test_plain_layout_without_a_template(tmp_path: Path, trim: bool, bos: bool) -> None:
     tokenizer = byte_tokenizer(template=None, bos=bos, trim=trim)
     head = "<s>" if bos else ""
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Q:  ", "completion": "  é  b\n"}])
@@ -180,14 +176,9 @@ def test_a_text_with_bos_and_eos_of_its_own_has_no_second_ones(tmp_path: Path, b
     if not is_fast:
         tokenizer = WithoutOffsets(tokenizer)
     texts = {
-        "Hi": "Hi</s>",
-        "<s>Hi": "<s>Hi</s>",
-        "Hi</s>": "Hi</s>",
-        "Hi</s>\n": "Hi</s>",
-        "<s>Hi</s> \n\n": "<s>Hi</s>",
-        "<s>Hi </s>\n<s>Yo": "<s>Hi </s>\n<s>Yo</s>",
-        "<s><s>Hi</s></s>": "<s><s>Hi</s></s>",
-        "Hi </s> Yo\n": "Hi </s> Yo\n</s>",
+        **{"Hi": "Hi</s>", "<s>Hi": "<s>Hi</s>", "Hi</s>": "Hi</s>", "Hi</s>\n": "Hi</s>"},
+        **{"<s>Hi</s> \n\n": "<s>Hi</s>", "<s>Hi </s>\n<s>Yo": "<s>Hi </s>\n<s>Yo</s>"},
+        **{"<s><s>Hi</s></s>": "<s><s>Hi</s></s>", "Hi </s> Yo\n": "Hi </s> Yo\n</s>"},
     }
     if bos:
         texts |= {"\n " + text: expected for text, expected in texts.items() if text.startswith("<s>")}
@@ -242,22 +233,18 @@ def test_split_texts_lose_nothing(tmp_path: Path, num_tokens: int) -> None:
     whole = build(path, **{**options, "max_seq_length": 1000})
     for overlap in (0, 4):
         dataset = build(path, **options, long_rows="split", long_rows_overlap=overlap)
-        check_split(dataset, whole, num_tokens, overlap)
-
-
-def check_split(dataset: TokenizedDataset, whole: TokenizedDataset, num_tokens: int, overlap: int) -> None:
-    assert dataset.rows.lengths.max() <= 10 and dataset.report.lost_tokens == 0
-    pieces = [row for row in dataset.rows if row.row_id == 1]
-    new = [row.input_ids[row.labels != -100] for row in pieces]
-    assert np.concatenate(new).tolist() == whole.rows[1].input_ids.tolist()
-    assert all((row.labels[:overlap] == -100).all() for row in pieces[1:])
-    trained = sum(int((row.labels[1:] != -100).sum()) for row in pieces)
-    firsts = len(pieces) - (num_tokens % 10 == 1)  # a last token alone has one before it
-    assert trained == num_tokens - (firsts if overlap == 0 else 1)
-    assert [row.row_id for row in dataset.rows] == [0, *[1] * len(pieces), 2]
-    assert dataset.report.rows_kept == 2 + len(pieces) and dataset.report.rows_read == 3
-    assert dataset.where(1).endswith("x.jsonl:2") and dataset.where(2).endswith("x.jsonl:3")
-    assert any("1 of 3 rows split into sequences" in notice for notice in dataset.notices) == (num_tokens > 10)
+        assert dataset.rows.lengths.max() <= 10 and dataset.report.lost_tokens == 0
+        pieces = [row for row in dataset.rows if row.row_id == 1]
+        new = [row.input_ids[row.labels != -100] for row in pieces]
+        assert np.concatenate(new).tolist() == whole.rows[1].input_ids.tolist()
+        assert all((row.labels[:overlap] == -100).all() for row in pieces[1:])
+        trained = sum(int((row.labels[1:] != -100).sum()) for row in pieces)
+        firsts = len(pieces) - (num_tokens % 10 == 1)  # a last token alone has one before it
+        assert trained == num_tokens - (firsts if overlap == 0 else 1)
+        assert [row.row_id for row in dataset.rows] == [0, *[1] * len(pieces), 2]
+        assert dataset.report.rows_kept == 2 + len(pieces) and dataset.report.rows_read == 3
+        assert dataset.where(1).endswith("x.jsonl:2") and dataset.where(2).endswith("x.jsonl:3")
+        assert any("1 of 3 rows split into sequences" in notice for notice in dataset.notices) == (num_tokens > 10)
 
 
 def test_sequences_of_one_text_are_held_out_together(tmp_path: Path) -> None:
@@ -284,13 +271,9 @@ def test_variables_of_the_template(tmp_path: Path) -> None:
     assert trained_text(tokenizer, brief) == ("(brief)" + CHAT_TEXT, "Yo</s>")
     assert plain.chat_template == THINKING and brief.chat_template is not None
 
-    def rendered(**variables: Any) -> str:
-        template = brief.chat_template
-        return str(
-            tokenizer.apply_chat_template(GOOD_CHAT["messages"], chat_template=template, tokenize=False, **variables)
-        )
-
-    assert rendered() == "(brief)" + CHAT_TEXT and rendered(enable_thinking=True) == CHAT_TEXT
+    for variables, expected in (({}, "(brief)" + CHAT_TEXT), ({"enable_thinking": True}, CHAT_TEXT)):
+        more: Any = {"chat_template": brief.chat_template, "tokenize": False, **variables}
+        assert tokenizer.apply_chat_template(GOOD_CHAT["messages"], **more) == expected
 
 
 def test_variables_arrive_as_they_were_written(tmp_path: Path) -> None:
@@ -303,23 +286,18 @@ def test_variables_arrive_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "name", "what"),
+    ("template", "options", "what"),
     [
-        (THINKING, "enable_thoughts", "does not read enable_thoughts"),
-        (THINKING, "messages", "is always given messages"),
-        (None, "enable_thinking", "no chat template to give variables to"),
+        (THINKING, {"chat_template_kwargs": {"enable_thoughts": 1}}, "does not read enable_thoughts"),
+        (THINKING, {"chat_template_kwargs": {"messages": 1}}, "is always given messages"),
+        (None, {"chat_template_kwargs": {"enable_thinking": 1}}, "no chat template to give variables to"),
+        (CHATML, {"long_rows": "split"}, "only rows of type text can be split"),
     ],
 )
-def test_variables_that_nobody_reads_are_refused(tmp_path: Path, template: str | None, name: str, what: str) -> None:
+def test_rules_that_a_conversation_cannot_have(tmp_path: Path, template: str | None, options: Any, what: str) -> None:
     path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
     with pytest.raises(RefusedError, match=what):
-        build(path, byte_tokenizer(template=template), chat_template_kwargs={name: 1})
-
-
-def test_conversations_are_not_split(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
-    with pytest.raises(RefusedError, match="only rows of type text can be split"):
-        build(path, long_rows="split")
+        build(path, byte_tokenizer(template=template), **options)
 
 
 def test_answer_beyond_the_cut_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -378,17 +356,6 @@ def refused_rows(path: Path, rows: Sequence[object], **options: Any) -> list[str
     with pytest.raises(RefusedError) as caught:
         build(write_rows(path, rows), **options)
     return [problem.what for problem in caught.value.problems[1:]]
-
-
-def test_bad_prompts(tmp_path: Path) -> None:
-    bad = {
-        "`completion` is missing": {"prompt": "Hi"},
-        "`prompt` is not text": {"prompt": 3, "completion": "Yo"},
-        "`completion` is empty": {"prompt": "Hi", "completion": ""},
-        "`completion` is not text": {"prompt": "Hi", "completion": ["a"]},
-    }
-    rows = [*bad.values(), {"prompt": "Hi", "completion": "Yo"}]
-    assert refused_rows(tmp_path / "x.jsonl", rows) == list(bad)
 
 
 def test_row_text_never_reaches_the_message(tmp_path: Path) -> None:
@@ -459,13 +426,6 @@ def test_a_file_without_rows_is_left_out_and_counted(tmp_path: Path, ending: str
         assert count is not None and count.num_rows == 0
 
 
-def test_an_empty_entry_is_refused_beside_another(tmp_path: Path) -> None:
-    """Each entry has a weight, of which nothing can be drawn."""
-    full, empty = write_rows(tmp_path / "full.jsonl", [{"text": "one"}]), write_rows(tmp_path / "empty.jsonl", [])
-    with pytest.raises(RefusedError, match=r"empty.jsonl: the dataset is empty"):
-        build_dataset(DataSettings((DatasetSpec(str(full)), DatasetSpec(str(empty))), 1000), byte_tokenizer())
-
-
 def test_rows_that_are_named_twice_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: a file listed twice, or in a pattern and beside it, weighed twice as much, and nobody knew."""
     monkeypatch.chdir(tmp_path)
@@ -505,6 +465,9 @@ def test_all_rows_filtered_is_refused_with_counts(tmp_path: Path) -> None:
     assert problem.hint == "the longest row has 61 tokens: max_seq_length=61"
     with pytest.raises(RefusedError, match="no row is left"):
         build(write_rows(tmp_path / "y.jsonl", [3, 4]), on_bad_row="skip")
+    empty = write_rows(tmp_path / "empty.jsonl", [])
+    with pytest.raises(RefusedError, match=r"empty.jsonl: the dataset is empty"):  # each entry has a weight
+        build_dataset(DataSettings((DatasetSpec(str(path)), DatasetSpec(str(empty))), 1000), byte_tokenizer())
 
 
 def test_chat_without_a_template_names_the_line_to_add(tmp_path: Path) -> None:
@@ -572,8 +535,7 @@ def test_content_hash_tells_every_change(tmp_path: Path) -> None:
     moved = write_rows(tmp_path / "y.jsonl", rows)
     assert build(moved).content_hash == base, "the same rows elsewhere are the same data"
     changed = [
-        build(path, train_on_inputs=True),
-        build(path, byte_tokenizer(template=CHATML + " ")),
+        *(build(path, train_on_inputs=True), build(path, byte_tokenizer(template=CHATML + " "))),
         build(write_rows(tmp_path / "z.jsonl", rows[::-1])),
         build(write_rows(tmp_path / "w.jsonl", [{**rows[0], "completion": "yo"}, rows[1]])),
     ]
@@ -581,8 +543,6 @@ def test_content_hash_tells_every_change(tmp_path: Path) -> None:
 
 
 CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
-
-
 ANSWER = {"role": "assistant", "content": "Yo"}
 LOST: list[tuple[dict[str, Any], object, str]] = [
     ({"role": "assistant", "tool_calls": [CALL]}, None, "the chat template leaves the tool calls"),
@@ -596,10 +556,16 @@ LOST: list[tuple[dict[str, Any], object, str]] = [
 ]
 
 
-def test_tools_are_never_lost_in_silence(tmp_path: Path) -> None:
+def test_answers_prompts_and_tools_are_never_lost_in_silence(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "Hi"}, answer], "tools": tools} for answer, tools, _ in LOST]
     for found, (_, _, what) in zip(refused_rows(tmp_path / "x.jsonl", rows), LOST, strict=True):
         assert what in found
+    bad = {
+        **{"`completion` is missing": {"prompt": "Hi"}, "`prompt` is not text": {"prompt": 3, "completion": "Yo"}},
+        "`completion` is empty": {"prompt": "Hi", "completion": ""},
+        "`completion` is not text": {"prompt": "Hi", "completion": ["a"]},
+    }
+    assert refused_rows(tmp_path / "y.jsonl", [*bad.values(), {"prompt": "Hi", "completion": "Yo"}]) == list(bad)
 
 
 PRINTS_TOOLS = "{{ tools | tojson }}"
@@ -617,7 +583,5 @@ def test_turns_that_a_template_does_not_write(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     rows = [{"messages": [{"role": "user", "content": "Hi"}, *turns, ANSWER], "tools": tools} for turns in before]
     found = refused_rows(tmp_path / "x.jsonl", rows, chat_template=PRINTS_TOOLS + SAYS)
-    for text, what in zip(
-        found, ("the tool calls", "a turn of the role tool", "a turn of the role system"), strict=True
-    ):
-        assert f"leaves {what} out" in text
+    turns = ("the tool calls", "a turn of the role tool", "a turn of the role system")
+    assert all(f"leaves {what} out" in text for text, what in zip(found, turns, strict=True))

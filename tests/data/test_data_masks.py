@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from roundpipe_cli.data.chat import ChatTemplate
@@ -23,19 +23,12 @@ from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
-from tests.data.test_data_dataset import byte_tokenizer
 from tests.support.e2e import smollm2_source
 
 Turns = list[dict[str, str]]
 Marked = list[tuple[str, bool]]
 """Pieces of text, each with whether it is trained."""
 
-LLAMA3 = (
-    "{{- bos_token }}{%- for m in messages %}"
-    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
 # Puts the system prompt into the last user turn, as Mistral's do: no rendering of a prefix is a prefix.
 MISTRAL = (
     "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] + '\n\n' %}"
@@ -55,14 +48,10 @@ def smollm() -> Any:
     return load_tokenizer(smollm2_source())
 
 
-def byte_table() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + index): byte for index, byte in enumerate(moved)}
-
-
-BYTES = byte_table()
+KEPT = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in KEPT}
+BYTES |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*KEPT}))}
+"""GPT-2's printable stand-ins for bytes."""
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
@@ -103,14 +92,6 @@ def smollm_pieces(turns: Turns) -> Marked:
     return pieces
 
 
-def llama3_pieces(turns: Turns, bos: str) -> Marked:
-    pieces: Marked = [(bos, False)]
-    for turn in turns:
-        pieces.append((f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n", False))
-        pieces.append((turn["content"].strip() + "<|eot_id|>", turn["role"] == "assistant"))
-    return pieces
-
-
 def say(*contents: str, system: str | None = None) -> Turns:
     """User and assistant in turn."""
     head = [{"role": "system", "content": system}] if system is not None else []
@@ -118,56 +99,31 @@ def say(*contents: str, system: str | None = None) -> Turns:
     return head + [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
 
 
-CONVERSATIONS = [
-    say("Hi", "Yo"),
-    say("2+2?", " 4 \n", system="Be brief."),
-    say("a", "b", "c", "d\n\n  e", "f", "g"),
-    say("Emoji?", "🤖🇩🇪 日本語 é"),
-    say("one", "same words", "same words", "same words"),
-    say("open end", "answer", "a last question without an answer"),
-    [{"role": "assistant", "content": "I begin."}, *say("b", "c")],
-    [*say("a", "b"), {"role": "assistant", "content": "and once more"}],
-    [{"role": "system", "content": "s"}, {"role": "assistant", "content": "no question"}],
-    say("code", "    def f():\n        return '<|im_end|>'\n"),
-]
-
-
-@pytest.mark.parametrize("turns", CONVERSATIONS)
-def test_assistant_turns_of_real_templates(smollm: Any, llama_like: Any, turns: Turns) -> None:
-    check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
-    check(llama_like, LLAMA3, turns, llama3_pieces(turns, "<|begin_of_text|>"))
-
-
-@pytest.fixture(scope="module")
-def llama_like() -> Any:
-    """One token a byte, with Llama 3's special tokens."""
-    tokenizer = byte_tokenizer()
-    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer.add_tokens(names, special_tokens=True)
-    tokenizer.bos_token, tokenizer.eos_token = names[0], names[3]
-    return tokenizer
-
-
-CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12)
+CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12) | st.sampled_from(["<|im_end|>", "same"])
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents=st.lists(CONTENT, min_size=2, max_size=6), system=st.none() | CONTENT)
+@given(st.lists(CONTENT, min_size=1, max_size=6), st.none() | CONTENT, st.booleans(), st.booleans())
+@example(["I begin.", "b", "c"], None, True, False)
+@example(["a", "b", "and once more"], None, False, True)
+@example(["no question"], "s", True, False)
+@example(["code", "    def f():\n        return '<|im_end|>'\n"], "🇩🇪", False, False)
 def test_masks_equal_the_reference_for_any_text(
-    smollm: Any, llama_like: Any, contents: list[str], system: str | None
+    smollm: Any, contents: list[str], system: str | None, answer_first: bool, answers_last: bool
 ) -> None:
-    turns = say(*contents, system=system)
-    check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
-    check(llama_like, LLAMA3, turns, llama3_pieces(turns, "<|begin_of_text|>"))
+    """Conversations may begin with an answer, or end with two."""
+    turns = say("", *contents)[1:] if answer_first else say(*contents)
+    turns = [*say(system=system), *turns]
+    if answers_last:
+        turns.append({"role": "assistant", "content": contents[0]})
+    if any(turn["role"] == "assistant" and turn["content"] for turn in turns):  # others are bad rows
+        check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
 
 
-def test_template_that_moves_the_system_prompt(llama_like: Any) -> None:
+def test_template_that_moves_the_system_prompt(smollm: Any) -> None:
     turns = say("a", "first", "b", "second", system="Rules.")
-    pieces = [
-        ("<|begin_of_text|>[INST] a[/INST] ", False), ("first<|eot_id|>", True),
-        ("[INST] Rules.\n\nb[/INST] ", False), ("second<|eot_id|>", True),
-    ]  # fmt: skip
-    check(llama_like, MISTRAL, turns, pieces)
+    pieces = [("<|im_start|>[INST] a[/INST] ", False), ("first<|im_end|>", True)]
+    check(smollm, MISTRAL, turns, [*pieces, ("[INST] Rules.\n\nb[/INST] ", False), ("second<|im_end|>", True)])
 
 
 def test_template_without_generation_prompt_does_not_train_the_header(smollm: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,28 +42,24 @@ def children() -> set[int]:
 @pytest.mark.parametrize(
     ("template", "what"),
     [
-        pytest.param("{{ ''.__class__.__mro__ }}", "rows cannot be used", id="attribute escape"),
-        pytest.param("{{ cycler.__init__.__globals__.os.system('touch x') }}", "rows cannot be used", id="globals"),
-        pytest.param("{{ messages.append(1) }}", "rows cannot be used", id="mutates"),
-        pytest.param("{% include '/etc/passwd' %}", "rows cannot be used", id="include"),
-        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rows cannot be used", id="recursion"),
-        pytest.param(
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too long", id="loops"
-        ),
-        pytest.param("{{ 9 ** (9 ** 9) }}", "too long", id="a power in C code"),
-        pytest.param("{{ 'x' * (10 ** 11) }}", "too much memory", id="one large string"),
-        pytest.param(
+        ("{{ ''.__class__.__mro__ }}", "rows cannot be used"),
+        ("{{ cycler.__init__.__globals__.os.system('touch x') }}", "rows cannot be used"),
+        ("{{ messages.append(1) }}", "rows cannot be used"),
+        ("{% include '/etc/passwd' %}", "rows cannot be used"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rows cannot be used"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too long"),
+        ("{{ 9 ** (9 ** 9) }}", "too long"),  # in C code
+        ("{{ 'x' * (10 ** 11) }}", "too much memory"),
+        (
             "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
             "too much memory",
-            id="doubling",
         ),
-        pytest.param("{#" + "x" * (10 * 1024**2) + "#}", "too large", id="ten megabytes"),
-        pytest.param("{% for m in messages %}", "not valid Jinja", id="syntax"),
+        ("{#" + "x" * (10 * 1024**2) + "#}", "too large"),
+        ("{% for m in messages %}", "not valid Jinja"),
     ],
+    ids=lambda text: text[:40],
 )
-def test_hostile_templates_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, what: str
-) -> None:
+def test_hostile_templates_are_refused(tmp_path: Path, monkeypatch: Any, template: str, what: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert processes.MAX_RENDER_S <= 2 and processes.MAX_MEMORY_BYTES <= 2 * 1024**3, "a run's limits; less is enough"
     # on a busy machine memory takes long to fill: time must not be what ends it
@@ -103,15 +100,11 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -
     assert several.content_hash == one.content_hash
     assert one.rows.row_ids.tolist() == [n for n in range(1300) if n % 97]
     assert several.report.sources[0].bad_rows == one.report.sources[0].bad_rows
-    assert [several.where(row.row_id) for row in several.rows[::500]] == [
-        one.where(row.row_id) for row in one.rows[::500]
-    ]
+    assert [several.where(n) for n in (1, 700, 1299)] == [one.where(n) for n in (1, 700, 1299)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, *swept([signal.SIGSEGV])])
-def test_a_killed_process_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_killed_process_is_one_clear_error(tmp_path: Path, monkeypatch: Any, number: signal.Signals) -> None:
     set_fault(monkeypatch, "tokenize:slow=20")
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
     before = children()
@@ -218,7 +211,6 @@ def set_fault(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FaultExit is no Exception."""
     set_fault(monkeypatch, "tokenize:raise=FaultExit")
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
     with pytest.raises(InternalError, match="tokenising failed: FaultExit") as caught:

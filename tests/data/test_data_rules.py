@@ -6,6 +6,7 @@ Expected texts are written by hand, trained parts between [[ and ]].
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,9 @@ of it, or why it is refused."""
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["story"][:60])
 def test_what_is_trained_of_a_row(tmp_path: Path, case: dict[str, Any]) -> None:
     spec = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("spec", {}).items()}
-    if "refused" in case:
-        with pytest.raises(RefusedError, match=case["refused"]):
-            read(tmp_path / "x.jsonl", case["rows"], template=TEMPLATES[case["template"]], **spec)
-        return
-    assert read(tmp_path / "x.jsonl", case["rows"], template=TEMPLATES[case["template"]], **spec)[1] == case["shown"]
+    with pytest.raises(RefusedError, match=case["refused"]) if "refused" in case else nullcontext():
+        shown = read(tmp_path / "x.jsonl", case["rows"], template=TEMPLATES[case["template"]], **spec)[1]
+        assert "refused" in case or shown == case["shown"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
@@ -146,23 +145,21 @@ def test_plain_prompts_stay_plain_where_asked(tmp_path: Path) -> None:
         read(tmp_path / "y.jsonl", [{"prompt": "A", "completion": "b", "system": "C"}], as_chat=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("paragraph", [(1, "a\nb"), (4, "---"), (6, "c --- d"), (8, "e")]),
-        ("line", [(1, "a"), (2, "b"), (4, "---"), (6, "c --- d"), (8, "e")]),
-        ("file", [(1, "a\nb\n\n---\n\nc --- d\n\ne")]),
-        ("---", [(1, "a\nb"), (6, "c "), (6, " d\n\ne")]),
-        ("---\n", [(1, "a\nb"), (6, "c --- d\n\ne")]),
-        ("\n\n---\n\n", [(1, "a\nb"), (6, "c --- d\n\ne")]),
-        ("<|end|>", [(1, "a\nb\n\n---\n\nc --- d\n\ne")]),
-    ],
-)
+TEXT = "a\nb\n\n---\n\nc --- d\n\ne\n"
+
+
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_rows_of_a_text_file(tmp_path: Path, kind: str, expected: list[tuple[int, str]], mark: str) -> None:
-    path = tmp_path / "x.txt"
-    path.write_text(mark + "a\nb\n\n---\n\nc --- d\n\ne\n", encoding="utf-8")
-    assert [(row.number, row.columns["text"]) for row in read_file(path, DatasetSpec("", txt_rows=kind))] == expected
+def test_rows_of_a_text_file(tmp_path: Path, mark: str) -> None:
+    path, behind = tmp_path / "x.txt", [(4, "---"), (6, "c --- d"), (8, "e")]
+    path.write_text(mark + TEXT, encoding="utf-8")
+    for kind, expected in {
+        **{"paragraph": [(1, "a\nb"), *behind], "line": [(1, "a"), (2, "b"), *behind]},
+        **dict.fromkeys(("file", "<|end|>"), [(1, TEXT[:-1])]),
+        "---": [(1, "a\nb"), (6, "c "), (6, " d\n\ne")],
+        **dict.fromkeys(("---\n", "\n\n---\n\n"), [(1, "a\nb"), (6, "c --- d\n\ne")]),
+    }.items():
+        rows = read_file(path, DatasetSpec("", txt_rows=kind))
+        assert [(row.number, row.columns["text"]) for row in rows] == expected, kind
 
 
 def test_rows_of_a_text_file_that_are_broken_or_blank(tmp_path: Path) -> None:
@@ -175,16 +172,11 @@ def test_rows_of_a_text_file_that_are_broken_or_blank(tmp_path: Path) -> None:
     assert list(read_file(path, DatasetSpec("", txt_rows="file"))) == []
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ("train_on_inputs: true\n", ["roles_to_train", "turns_to_train", "train_on_eos", "thoughts"]),
-        ("objective: dpo\n", ["roles_to_train", "turns_to_train"]),
-    ],
-)
-def test_rules_that_would_change_nothing_are_refused(lines: str, expected: list[str]) -> None:
+def test_rules_that_would_change_nothing_are_refused() -> None:
     rules = "roles_to_train: [user], turns_to_train: last, train_on_eos: none, thoughts: mask"
-    with pytest.raises(RecipeError) as caught:
-        load_text(f"model: a/b\ndatasets: [{{path: x.jsonl, {rules}}}]\n{lines}", "mine.yaml")
-    where = [str(problem.where).rpartition(" ")[2] for problem in caught.value.problems]
-    assert where == [f"datasets[0].{key}" for key in expected]
+    kept = {"train_on_inputs: true": 4, "objective: dpo": 2}
+    for line, count in kept.items():
+        with pytest.raises(RecipeError) as caught:
+            load_text(f"model: a/b\ndatasets: [{{path: x.jsonl, {rules}}}]\n{line}\n", "mine.yaml")
+        where = [str(problem.where).rpartition("datasets[0].")[2] for problem in caught.value.problems]
+        assert where == ["roles_to_train", "turns_to_train", "train_on_eos", "thoughts"][:count]

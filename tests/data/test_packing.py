@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
 
 from roundpipe_cli.data.collate import collate
 from roundpipe_cli.data.tokenized import Packer, Row, first_fit_decreasing
@@ -93,21 +94,18 @@ def test_collate_packed_by_hand() -> None:
     assert batch.row_ids == (4, 2, 9) and batch.num_target_tokens == 3
 
 
-def as_engine(batch: Any) -> Microbatch:
-    positions = None if batch.position_ids is None else torch.from_numpy(batch.position_ids)
-    return Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), positions)
-
-
-def gradients(rig: Rig) -> dict[str, torch.Tensor]:
-    return {name: rig.store.gradient(name).clone() for name in rig.store.trainable_names}
-
-
-def run_engine(rig: Rig, microbatches: Sequence[Microbatch]) -> StepResult:
+def step_of(rig: Rig, sequences: Sequence[Sequence[Sequence[Row]]], *, packed: bool) -> tuple[StepResult, Any]:
+    """Result and gradients of a step over these microbatches."""
+    microbatches = []
+    for batch in (collate(some, 0, packed=packed) for some in sequences):
+        places = None if batch.position_ids is None else torch.from_numpy(batch.position_ids)
+        microbatches.append(Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), places))
     with rig.engine(2) as engine:
-        return engine.run_step(microbatches, schedule_for(rig, 2, len(microbatches)), step=0)
+        result = engine.run_step(microbatches, schedule_for(rig, 2, len(microbatches)), step=0)
+    return result, {name: rig.store.gradient(name).clone() for name in rig.store.trainable_names}
 
 
-DELTA = ["qwen3_5_moe_text", "olmo_hybrid", *swept(set(GATED_DELTA) - {"qwen3_5_moe_text", "olmo_hybrid"})]
+DELTA = ["qwen3_5_moe_text", "olmo_hybrid", *swept(sorted(set(GATED_DELTA) - {"qwen3_5_moe_text", "olmo_hybrid"}))]
 """The two forms of the rule, one with experts."""
 
 
@@ -115,16 +113,12 @@ DELTA = ["qwen3_5_moe_text", "olmo_hybrid", *swept(set(GATED_DELTA) - {"qwen3_5_
     "model_type", [*("llama", "qwen3_moe", "gemma3_text", *DELTA), *swept(["gpt2", "mistral", "gemma2", "cohere2"])]
 )
 def test_packed_and_unpacked_steps_are_equal_through_the_engine(model_type: str) -> None:
-    """One step over the same rows: loss within 1e-5, every gradient within 1e-5 of its norm."""
     sequences = made_rows()
     rig = make_rig(model_type, config=hybrid_config(model_type) if model_type in GATED_DELTA else None)
-    alone = run_engine(rig, [as_engine(collate([[row]], 0, packed=False)) for rows in sequences for row in rows])
-    expected = gradients(rig)
-    both = (collate(some, 0, packed=True) for some in (sequences[:2], sequences[2:]))
-    packed = run_engine(rig, list(map(as_engine, both)))
+    alone, expected = step_of(rig, [[[row]] for rows in sequences for row in rows], packed=False)
+    packed, got = step_of(rig, [sequences[:2], sequences[2:]], packed=True)
     assert packed.num_target_tokens == alone.num_target_tokens > 30
     assert abs(packed.loss - alone.loss) <= TOLERANCE * alone.loss
-    got = gradients(rig)
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name, gradient in expected.items():
         assert float((got[name] - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + 1e-2 * largest), name
@@ -133,12 +127,8 @@ def test_packed_and_unpacked_steps_are_equal_through_the_engine(model_type: str)
 def skeleton(model_type: str, **changes: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if model_type in EXTRA:
-            config = tiny_config(model_type, **changes)
-        else:
-            from transformers import CONFIG_MAPPING
-
-            config = CONFIG_MAPPING[model_type](**BASE, **changes)
+        known = model_type in EXTRA
+        config = tiny_config(model_type, **changes) if known else CONFIG_MAPPING[model_type](**BASE, **changes)
         return build_skeleton(config, torch.float32)
 
 
@@ -146,7 +136,6 @@ def skeleton(model_type: str, **changes: Any) -> Any:
     "model_type", [*sorted(EXTRA.keys() - ALIKE - {"qwen3_next", "minimax"}), *swept(sorted(ALIKE))]
 )
 def test_a_model_that_is_accepted_keeps_rows_apart(model_type: str) -> None:
-    """Every tiny architecture: refused, or its packed logits are those of the rows alone."""
     model = skeleton(model_type)
     try:
         check_packing(model, split_model(model), max_seq_length=64, micro_batch_size=1)
@@ -173,11 +162,8 @@ def test_a_model_that_is_accepted_keeps_rows_apart(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "where"),
     [
-        ("minimax", {}, "block.0"),
-        ("bamba", {}, "block.0"),
+        *(("minimax", {}, "block.0"), ("bamba", {}, "block.0"), ("opt", {}, "block.0"), ("bloom", {}, "transformer")),
         ("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"]}, "block.1"),
-        ("opt", {}, "block.0"),
-        ("bloom", {}, "transformer"),
     ],
 )
 def test_models_that_cannot_keep_rows_apart_are_refused(model_type: str, changes: dict[str, Any], where: str) -> None:

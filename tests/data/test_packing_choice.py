@@ -47,17 +47,10 @@ def test_short_rows_are_packed_and_the_change_is_said() -> None:
         "packing (auto): on: rows have 150 tokens on average, max_seq_length is 2,048: a step has about 208 rows in "
         "place of 16, an epoch 36 steps in place of 468; packing=false keeps to 16 rows"
     )
-
-
-@pytest.mark.parametrize("tokens, packs", [(1024, True), (1025, False), (2048, False)])
-def test_rows_of_more_than_half_a_sequence_are_not_short(tokens: int, packs: bool) -> None:
-    assert choice(2000, tokens).packs is packs
-
-
-def test_a_model_that_cannot_is_named() -> None:
-    found = choice(7473, 150, obstacle="block.0 carries state")
-    assert not found.packs
-    assert "block.0 carries state" in found.why and "7% of the tokens that `plan` counts" in found.why
+    assert [choice(2000, tokens).packs for tokens in (1024, 1025, 2048)] == [True, False, False], "half a sequence"
+    cannot = choice(7473, 150, obstacle="block.0 carries state")
+    assert not cannot.packs
+    assert "block.0 carries state" in cannot.why and "7% of the tokens that `plan` counts" in cannot.why
 
 
 def test_too_few_steps_are_not_worth_it() -> None:
@@ -153,16 +146,10 @@ SHORT_SETS: dict[str, list[dict[str, Any]]] = {
     "conversations": [{"messages": messages} for messages in SHIPPED[:60]],
     "texts": [{"text": messages[1]["content"]} for messages in SHIPPED[:60]],
     "arithmetic": [
-        {
-            "question": f"What is {n} * {n + 7}?",
-            "answer": f"{n} * {n + 7} = <<{n}*{n + 7}={n * n + 7 * n}>>{n * n + 7 * n}",
-        }
+        {"question": f"What is {n} * {n + 7}?", "answer": f"{n} * {n + 7} = <<{n}*{n + 7}={n * (n + 7)}>>{n * (n + 7)}"}
         for n in range(100, 160)
     ],
-    "lists": [
-        {"prompt": "Name them.", "completion": "\n".join(f"- {word}" for word in WORDS[: 1 + n % 11])}
-        for n in range(1, 60)
-    ],
+    "lists": [{"prompt": "Name them.", "completion": "\n- ".join(WORDS[: 1 + n % 11])} for n in range(1, 60)],
     "two turns": [{"messages": SHIPPED[n] + SHIPPED[n + 1]} for n in range(40)],
 }
 
