@@ -33,13 +33,8 @@ MASKED = {
 }
 """Model types that attend with a dense mask today though rows are not packed, and why."""
 MODELS = (
-    *FAMILIES.values(),
-    "mistralai/Mistral-7B-v0.3",
-    "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "google/gemma-3-1b-pt",
-    "Qwen/Qwen3.5-9B",
-    "Qwen/Qwen3.5-35B-A3B",
-    "Qwen/Qwen3-Next-80B-A3B",
+    *(*FAMILIES.values(), "mistralai/Mistral-7B-v0.3", "HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-1b-pt"),
+    *("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-Next-80B-A3B"),
 )
 """One of each shipped family, and those of other widths; further sizes differ in the number of heads."""
 MASKED_PACKED = "rows of a packed sequence are kept apart by a dense mask until variable-length attention is used"
@@ -109,9 +104,7 @@ ON_CARDS = [
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("hub_id", MODELS)
-def test_no_shipped_model_attends_by_the_math_kernel(
-    hub_id: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shipped_model_attends_by_the_math_kernel(hub_id: str, packed: bool, monkeypatch: Any) -> None:
     """It keeps scores of all pairs. A dense mask only where `MASKED` says why; the flash kernel where it can be had."""
     model_type = shipped(hub_id)["model_type"]
     for card, dtype in ON_CARDS:
@@ -127,24 +120,17 @@ def test_no_shipped_model_attends_by_the_math_kernel(
                 assert one.heads == one.key_value_heads and one.width % 8 == one.value_width % 8 == 0
 
 
-@pytest.mark.parametrize(
-    ("card", "dtype", "shared"),
-    [
-        *(((9, 0), torch.bfloat16, True), ((8, 6), torch.float16, True)),
-        *(((7, 5), torch.float16, False), ((9, 0), torch.float32, False)),
-    ],
-)
-def test_keys_are_shared_where_a_fused_kernel_takes_it(
-    card: tuple[int, int], dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_shared_where_a_fused_kernel_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the processor, and before a run has taken cards, as transformers decides."""
-    monkeypatch.setattr(attention, "_least_capability", None)
-    on_card, on_cpu = torch.empty(1, 2, 4, 8, dtype=dtype, device=META), torch.empty(1, 2, 4, 8, dtype=dtype)
-    assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card)
-    set_up_attention(card)
-    assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card) is shared
-    assert sdpa_attention.use_gqa_in_sdpa(None, on_cpu, on_cpu)
-    assert not sdpa_attention.use_gqa_in_sdpa(torch.empty(1), on_card, on_card)
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    for card, dtype, shared in (((9, 0), bf16, True), ((8, 6), f16, True), ((7, 5), f16, False), ((9, 0), f32, False)):
+        monkeypatch.setattr(attention, "_least_capability", None)
+        on_card, on_cpu = torch.empty(1, 2, 4, 8, dtype=dtype, device=META), torch.empty(1, 2, 4, 8, dtype=dtype)
+        assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card)
+        set_up_attention(card)
+        assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card) is shared
+        assert sdpa_attention.use_gqa_in_sdpa(None, on_cpu, on_cpu)
+        assert not sdpa_attention.use_gqa_in_sdpa(torch.empty(1), on_card, on_card)
 
 
 def test_every_family_of_the_shipped_recipes_is_tried() -> None:

@@ -39,12 +39,12 @@ from tests.support.tiny import (
 )
 from tests.train.test_export_adapters import adapter, merge
 
+BF16, F32 = torch.bfloat16, torch.float32
 FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 
 
-def errors(model_type: str, method: str = "full", dtype: torch.dtype = torch.float32, **changes: Any) -> float:
-    model = build_skeleton(tiny_config_of(model_type, **changes), dtype)
+def errors(config: Any, method: str = "full", dtype: torch.dtype = torch.float32) -> float:
+    model = build_skeleton(tiny_config_of(config) if isinstance(config, str) else config, dtype)
     split = split_model(model)
     if method == "lora":
         add_lora(model, LoraSettings(r=4, alpha=8), dtype=torch.float32, base_name="t", blocks_path=split.blocks_path)
@@ -82,9 +82,8 @@ def test_packed_rows_are_compared_in_models_with_dropout(model_type: str) -> Non
 def test_it_is_told_that_packed_rows_were_not_compared() -> None:
     """Experts' routers of Switch's kind draw noise, of another shape for other rows."""
     model = build_skeleton(tiny_config_of("mixtral", router_jitter_noise=0.1), torch.float32)
-    assert (
-        "packed rows do not see each other was not compared" in prove(model, split_model(model), packing=True).unproven
-    )
+    told = prove(model, split_model(model), packing=True).unproven
+    assert "packed rows do not see each other was not compared" in told
 
 
 SHARED_KEYS = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shared"], "index_topk": 4}
@@ -93,21 +92,18 @@ SHARED_KEYS = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shar
 @pytest.mark.parametrize(
     ("model_type", "changes", "dtype"),
     [
-        *(("hy_v4", SHARED_KEYS, torch.bfloat16), ("zaya", {}, torch.bfloat16)),
-        *(pytest.param("hy_v4", {}, dtype, marks=pytest.mark.sweep) for dtype in (torch.float32, torch.bfloat16)),
-        pytest.param("zaya", {}, torch.float32, marks=pytest.mark.sweep),
+        *(("hy_v4", SHARED_KEYS, BF16), ("zaya", {}, BF16), pytest.param("zaya", {}, F32, marks=pytest.mark.sweep)),
+        *(pytest.param("hy_v4", {}, dtype, marks=pytest.mark.sweep) for dtype in (F32, BF16)),
     ],
 )
-def test_results_that_the_next_block_reads_travel_along(
-    model_type: str, changes: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_results_that_the_next_block_reads_travel_along(model_type: str, changes: Any, dtype: torch.dtype) -> None:
     """Story: zaya hands its router's states on, hy_v4 the numbers of the keys that it chose; both were refused.
 
     zaya's hidden states are float32 in a model in bfloat16, and are cast before its last norm.
     """
     model = build_skeleton(tiny_config_of(model_type, **changes), dtype)
     split = split_model(model)
-    assert split.handed and split.casts_tail == (model_type == "zaya" and dtype == torch.bfloat16)
+    assert split.handed and split.casts_tail == (model_type == "zaya" and dtype == BF16)
     proof = prove(model, split)
     assert proof.unproven == "" and max(proof.loss_error, proof.gradient_error) < 1e-5
     with pytest.raises(RefusedError, match="sequences in chunks"):
@@ -116,10 +112,8 @@ def test_results_that_the_next_block_reads_travel_along(
 
 def test_blocks_left_out_of_the_proof_pass_on_what_they_are_given() -> None:
     """Only the first blocks of a large model are tried; a later one reads what came through those left out."""
-    kinds = ["full", "shared", "shared", "full"]
-    model = build_skeleton(
-        tiny_config_of("hy_v4", num_hidden_layers=4, indexer_types=kinds, vocab_size=5000), torch.float32
-    )
+    kinds: Any = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "shared", "full"]}
+    model = build_skeleton(tiny_config_of("hy_v4", **kinds, vocab_size=5000), torch.float32)
     split = split_model(model)
     assert len(reduce_model(model, split).kept) < 4
     proof = prove(model, split)
@@ -161,35 +155,19 @@ def test_all_linear_leaves_out_what_an_adapter_would_break(model_type: str) -> N
 PARTS: dict[str, dict[str, Any]] = {
     "shared keys": {"num_kv_shared_layers": 2},
     "no inputs of each layer": {"hidden_size_per_layer_input": 0},
-    "experts": EXPERTS,
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
 VOCABULARY = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
-COMBINATIONS = [names for count in range(len(PARTS) + 1) for names in itertools.combinations(PARTS, count)]
-
-
-def save(folder: Path, names: tuple[str, ...], dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = tiny_config_of("gemma4_text", **changes_of(names), **VOCABULARY)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return model
-
-
 BROKEN = {"shared keys", "no inputs of each layer"}
 """transformers 5.23 itself fails with these two together."""
-
-
-COMPUTED = [names for names in COMBINATIONS if not set(names) >= BROKEN]
+COMPUTED = [names for n in range(4) for names in itertools.combinations(PARTS, n) if not set(names) >= BROKEN]
 MOST = [names for names in COMPUTED if len(names) > 1]
 """Each of the others has a part of these."""
-TRIED = [*MOST, *swept(sorted(set(COMPUTED) - set(MOST)))]
 
 
-def changes_of(names: tuple[str, ...]) -> dict[str, Any]:
-    return {**FOUR, **{key: value for name in names for key, value in PARTS[name].items()}}
+def gemma4(names: tuple[str, ...], **changes: Any) -> Any:
+    """Its configuration with such parts."""
+    return tiny_config_of("gemma4_text", **FOUR, **{k: v for name in names for k, v in PARTS[name].items()}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +179,17 @@ def changes_of(names: tuple[str, ...]) -> dict[str, Any]:
     ],
 )
 def test_it_trains_as_its_own_code_does(names: tuple[str, ...], method: str) -> None:
-    """It was refused: blocks are given tensors that a gradient flows through, and a mapping of keys and values."""
-    assert errors("gemma4_text", method, **changes_of(names)) < 1e-4
+    assert errors(gemma4(names), method) < 1e-4
 
 
-@pytest.mark.parametrize("names", TRIED, ids=", ".join)
+@pytest.mark.parametrize("names", [*MOST, *swept(sorted(set(COMPUTED) - set(MOST)))], ids=", ".join)
 def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> None:
-    model = save(tmp_path / "base", names)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = AutoModelForCausalLM.from_config(gemma4(names, **VOCABULARY), dtype=torch.float32)
+        model.save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
     counted = built_architecture(counts_of(tmp_path / "base", "here"), name="here", source="a test")
     assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
     adapted = adapter(tmp_path, target_modules=["q_proj", "down_proj"])
@@ -220,8 +202,7 @@ def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("names", [MOST[0], *swept(sorted(set(COMPUTED) - {MOST[0]}))], ids=", ".join)
 def test_4_bit_gives_plain_pytorch_s_numbers_and_equal_bits(names: tuple[str, ...]) -> None:
-    config = tiny_config_of("gemma4_text", **changes_of(names))
-    rig = make_rig("gemma4_text", "lora", packed_as="4bit", config=config)
+    rig = make_rig("gemma4_text", "lora", packed_as="4bit", config=gemma4(names))
     assert any(place.packed_as for layout in rig.store.layouts for place in layout.places)
     microbatches = random_microbatches([(2, 9), (1, 7)])
     result = step_of_any_workers(rig, microbatches)
@@ -232,7 +213,6 @@ def test_4_bit_gives_plain_pytorch_s_numbers_and_equal_bits(names: tuple[str, ..
 # -- parameters that stay in float32 in a model of 16 bit, as routers do ---------------------------------------------
 
 ROUTER = "model.layers.1.mlp.gate.weight"
-BF16 = torch.bfloat16
 
 
 def test_the_engine_trains_them_as_the_model_s_own_code_does() -> None:

@@ -15,15 +15,8 @@ import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder, sealed, unsealed
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model import load
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.load import (
-    FOLDER,
-    convert_once,
-    end_as_the_model_does,
-    load_config,
-    load_tokenizer,
-    tokenizer_values,
-)
 from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_source
 
 TEXTS = ["", " a  b\n\n c", "Grüße, 世界 🚀", "<|im_start|>user\nx<|im_end|>\n", "1234567890 " * 50, "\x00\x07 \u200b"]
@@ -37,12 +30,12 @@ class Converter:
 
     def load(self, source: ModelSource) -> Any:
         if source.gguf_file is None:
-            return load_tokenizer(source)
+            return load.load_tokenizer(source)
         self.num_converted += 1
         return make_tokenizer()
 
     def once(self, source: ModelSource, kind: str = "tokenizer") -> Any:
-        return convert_once(source, kind, self.load, tokenizer_values)
+        return load.convert_once(source, kind, self.load, load.tokenizer_values)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +51,7 @@ def source(tmp_path: Path) -> ModelSource:
 
 
 def kept() -> list[Path]:
-    folder = cache_folder(FOLDER)
+    folder = cache_folder(load.FOLDER)
     return sorted(folder.iterdir()) if folder.exists() else []
 
 
@@ -66,7 +59,7 @@ def test_it_is_converted_once_and_gives_the_same(source: ModelSource) -> None:
     converter = Converter()
     first, second = converter.once(source), converter.once(source)
     assert converter.num_converted == 1
-    assert tokenizer_values(first) == tokenizer_values(second)
+    assert load.tokenizer_values(first) == load.tokenizer_values(second)
     assert first(TEXTS)["input_ids"] == second(TEXTS)["input_ids"]
     assert len(kept()) == 1 and kept()[0].stat().st_mode & 0o077 == 0
 
@@ -84,20 +77,16 @@ def test_another_file_is_another_key(source: ModelSource) -> None:
     assert converter.num_converted == len(kept()) == 4
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def seal(path: Path, name: str, text: str) -> None:
+    path.write_bytes(sealed({**unsealed(path, 10**9), name: text}))
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "flipped": _flip,
+    "flipped": lambda path: path.write_bytes((data := path.read_bytes())[:99] + bytes([data[99] ^ 1]) + data[100:]),
     "cut": lambda path: os.truncate(path, 1000),
     "more": lambda path: path.write_bytes(path.read_bytes() + b"{}"),
-    "code": lambda path: path.write_bytes(
-        sealed({**unsealed(path, 10**9), "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Evil", null]}}'})
-    ),
-    "a way out": lambda path: path.write_bytes(sealed({**unsealed(path, 10**9), "../outside.json": "{}"})),
+    "code": lambda path: seal(path, "tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.Evil", null]}}'),
+    "a way out": lambda path: seal(path, "../outside.json", "{}"),
     "no texts": lambda path: path.write_bytes(sealed({"tokenizer.json": {}})),
     "no files": lambda path: path.write_bytes(sealed([])),
     "rubbish": lambda path: path.write_text("[" * 100_000),
@@ -109,7 +98,7 @@ def test_what_is_damaged_or_foreign_is_converted_anew(source: ModelSource, damag
     converter = Converter()
     first = converter.once(source)
     DAMAGES[damage](kept()[0])
-    assert tokenizer_values(converter.once(source)) == tokenizer_values(first)
+    assert load.tokenizer_values(converter.once(source)) == load.tokenizer_values(first)
     assert converter.num_converted == 2
     converter.once(source)
     assert converter.num_converted == 2, "the successor was not kept"
@@ -139,10 +128,10 @@ def test_no_room_for_the_files_between(source: ModelSource) -> None:
 
 
 def test_old_files_go_unfinished_ones_too(source: ModelSource) -> None:
-    cache_folder(FOLDER).mkdir(parents=True)
+    cache_folder(load.FOLDER).mkdir(parents=True)
     for name in ("a.json", ".tmp-a.json-00"):
-        (cache_folder(FOLDER) / name).write_text("{}")
-        os.utime(cache_folder(FOLDER) / name, (0, 0))
+        (cache_folder(load.FOLDER) / name).write_text("{}")
+        os.utime(cache_folder(load.FOLDER) / name, (0, 0))
     Converter().once(source)
     assert len(kept()) == 1 and kept()[0].stat().st_mtime > 0
 
@@ -150,7 +139,7 @@ def test_old_files_go_unfinished_ones_too(source: ModelSource) -> None:
 def test_what_reads_back_otherwise_is_not_kept(source: ModelSource) -> None:
     converter = Converter()
     for _ in range(2):
-        convert_once(source, "tokenizer", converter.load, lambda tokenizer: id(tokenizer))
+        load.convert_once(source, "tokenizer", converter.load, lambda tokenizer: id(tokenizer))
     assert converter.num_converted == 2 and kept() == []
 
 
@@ -173,9 +162,9 @@ def test_several_at_once(source: ModelSource) -> None:
 
 def test_a_file_that_is_no_gguf_is_refused_each_time(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"nothing of the kind")
-    for load in (load_config, load_tokenizer):
+    for read in (load.load_config, load.load_tokenizer):
         with pytest.raises(RefusedError, match=r"cannot be (read|loaded)"):
-            load(ModelSource("a.gguf", tmp_path, "a.gguf"))
+            read(ModelSource("a.gguf", tmp_path, "a.gguf"))
     assert kept() == []
 
 
@@ -183,11 +172,11 @@ def test_a_real_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converted here or, as it takes seconds, by another test of this session; then its GGUF file is not opened."""
     monkeypatch.setenv(CACHE_VARIABLE, str(own_cache))
     source = smollm2_source()  # skips where it is not installed
-    config, tokenizer = load_config(source), load_tokenizer(source)
+    config, tokenizer = load.load_config(source), load.load_tokenizer(source)
     monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *_: pytest.fail("the GGUF file was opened again"))
-    again, kept_tokenizer = load_config(source), load_tokenizer(source)
+    again, kept_tokenizer = load.load_config(source), load.load_tokenizer(source)
     assert again.to_dict() == config.to_dict()
-    assert tokenizer_values(kept_tokenizer) == tokenizer_values(tokenizer)
+    assert load.tokenizer_values(kept_tokenizer) == load.tokenizer_values(tokenizer)
     texts = TEXTS + (REPOSITORY / "recipes" / "quickstart.jsonl").read_text(encoding="utf-8").splitlines()
     assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -195,5 +184,5 @@ def test_a_real_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers 5.17 takes the first special token of a GGUF for both ends: rows of text ended with a beginning
     assert config.eos_token_id == tokenizer.eos_token_id == 2
     tokenizer.eos_token = "<|im_start|>"
-    end_as_the_model_does(tokenizer, config)
+    load.end_as_the_model_does(tokenizer, config)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)

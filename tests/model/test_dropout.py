@@ -34,41 +34,30 @@ def test_seeds_differ_in_every_coordinate() -> None:
     assert layer_seed(7, 3, 2, 1) == layer_seed(7, 3, 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("drop", "p"),
-    [
-        (lambda x: nn.Dropout(0.4)(x), 0.4),
-        (lambda x: nn.Dropout(0.4, inplace=True)(x.clone()), 0.4),
-        (lambda x: torch.dropout(x, 0.4, True), 0.4),
-        (lambda x: torch.dropout_(x.clone(), 0.4, True), 0.4),
-        (lambda x: functional.dropout(x, p=0.4, training=True), 0.4),
-        (lambda x: functional.dropout(x), 0.5),
-        (lambda x: functional.dropout(x, 1.0), 1.0),
-    ],
-)
-def test_every_spelling_of_dropout_is_seeded(drop: Callable[[torch.Tensor], torch.Tensor], p: float) -> None:
-    with SeededDropout(8):
-        dropped = drop(ONES)
-    kept = keep_mask(ONES.shape, 1 - p, draw_key(8, 1), CPU)
-    assert torch.equal(dropped, kept / (1 - p) if p < 1 else torch.zeros_like(ONES))
+def test_every_spelling_of_dropout_is_seeded() -> None:
+    spellings: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        *(nn.Dropout(0.4), lambda x: nn.Dropout(0.4, inplace=True)(x.clone()), lambda x: torch.dropout(x, 0.4, True)),
+        *(lambda x: torch.dropout_(x.clone(), 0.4, True), lambda x: functional.dropout(x, p=0.4, training=True)),
+        *(functional.dropout, lambda x: functional.dropout(x, 1.0)),
+    )
+    for drop, p in zip(spellings, (0.4, 0.4, 0.4, 0.4, 0.4, 0.5, 1.0), strict=True):
+        with SeededDropout(8):
+            dropped = drop(ONES)
+        kept = keep_mask(ONES.shape, 1 - p, draw_key(8, 1), CPU)
+        assert torch.equal(dropped, kept / (1 - p) if p < 1 else torch.zeros_like(ONES))
 
 
 VISIBLE = torch.ones(6, 6, dtype=torch.bool).tril()
-MASKS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "causal": {"is_causal": True},
-    "bool": {"attn_mask": VISIBLE},
-    "float": {"attn_mask": torch.zeros(6, 6).masked_fill(~VISIBLE, float("-inf"))},
-}
+FLOATS = torch.zeros(6, 6).masked_fill(~VISIBLE, float("-inf"))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_attention_without_drops_is_torch_s_own(mask: str) -> None:
+@pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"attn_mask": VISIBLE}, {"attn_mask": FLOATS}])
+def test_attention_without_drops_is_torch_s_own(mask: dict[str, Any]) -> None:
     """The seeded attention spells out what torch's documentation defines; a tiny p shows it next to the kernel."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 6, 8, generator=generator)
     key, value = torch.randn(2, 2, 2, 6, 8, generator=generator)
-    options: dict[str, Any] = {"enable_gqa": True, "scale": 0.4, **MASKS[mask]}
+    options: dict[str, Any] = {"enable_gqa": True, "scale": 0.4, **mask}
     expected = functional.scaled_dot_product_attention(query, key, value, **options)
     with SeededDropout(1):
         got = functional.scaled_dot_product_attention(query, key, value, dropout_p=1e-7, **options)
@@ -78,20 +67,17 @@ def test_attention_without_drops_is_torch_s_own(mask: str) -> None:
 
 
 RANDOM: dict[str, Callable[[], torch.Tensor]] = {
-    "dropout": lambda: functional.dropout(ONES, 0.3),
+    **{"dropout": lambda: functional.dropout(ONES, 0.3), "randn": lambda: torch.randn(3, 50)},
     "rand": lambda: torch.rand(3, 50, generator=torch.Generator()),
     "rand of a shape": lambda: torch.rand((3, 50), dtype=torch.float64),
-    "randn": lambda: torch.randn(3, 50),
-    "rand_like": lambda: torch.rand_like(ONES),
-    "randn_like": lambda: torch.randn_like(ONES),
+    **{"rand_like": lambda: torch.rand_like(ONES), "randn_like": lambda: torch.randn_like(ONES)},
     "uniform_": lambda: torch.empty_like(ONES).uniform_(0.9, 1.1),
     "uniform_ in 16 bit": lambda: torch.empty_like(ONES, dtype=torch.bfloat16).uniform_(to=2.0),
     "normal_": lambda: torch.empty_like(ONES).normal_(std=2.0),
     "exponential_": lambda: torch.empty_like(ONES).exponential_(),
     "bernoulli_": lambda: torch.empty_like(ONES).bernoulli_(0.3),
     "bernoulli_ of shares": lambda: torch.empty_like(ONES).bernoulli_(ONES * 0.3),
-    "bernoulli": lambda: torch.bernoulli(ONES * 0.3),
-    "Tensor.bernoulli": lambda: ONES.bernoulli(0.3),
+    **{"bernoulli": lambda: torch.bernoulli(ONES * 0.3), "Tensor.bernoulli": lambda: ONES.bernoulli(0.3)},
     "distribution": lambda: torch.distributions.Uniform(0.0, ONES).sample(),
 }
 
@@ -113,44 +99,33 @@ def test_random_functions_follow_the_seed_alone(name: str) -> None:
     assert (first.shape, first.dtype) == (plain.shape, plain.dtype)
 
 
-@pytest.mark.parametrize(
-    ("draw_values", "mean", "deviation"),
-    [
-        (lambda x: x.uniform_(-1, 3), 1.0, 4 / math.sqrt(12)),
-        (lambda x: x.normal_(0.5, 2), 0.5, 2.0),
-        (lambda x: x.exponential_(0.5), 2.0, 2.0),
-        (lambda x: x.bernoulli_(0.2), 0.2, 0.4),
-        (lambda x: embedding_noise(x.view(2, 500, 100), 5.0, 1), 0.0, 5 / math.sqrt(500 * 100) / math.sqrt(3)),
-    ],
-)
-def test_distributions(draw_values: Callable[[torch.Tensor], torch.Tensor], mean: float, deviation: float) -> None:
+def test_distributions() -> None:
     """Mean and deviation as torch documents them, within five standard errors or so; `neftune_noise_alpha` as NEFTune's
     paper does."""
-    with SeededDropout(4):
-        values = draw_values(torch.empty(100_000))
-    assert float(values.mean()) == pytest.approx(mean, abs=5 * deviation / math.sqrt(values.numel()))
-    assert float(values.std()) == pytest.approx(deviation, rel=0.03)
-    assert bool(values.isfinite().all())
+    draws: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], float, float], ...] = (
+        *((lambda x: x.uniform_(-1, 3), 1.0, 4 / math.sqrt(12)), (lambda x: x.normal_(0.5, 2), 0.5, 2.0)),
+        *((lambda x: x.exponential_(0.5), 2.0, 2.0), (lambda x: x.bernoulli_(0.2), 0.2, 0.4)),
+        (lambda x: embedding_noise(x.view(2, 500, 100), 5.0, 1), 0.0, 5 / math.sqrt(500 * 100) / math.sqrt(3)),
+    )
+    for draw_values, mean, deviation in draws:
+        with SeededDropout(4):
+            values = draw_values(torch.empty(100_000))
+        assert float(values.mean()) == pytest.approx(mean, abs=5 * deviation / math.sqrt(values.numel()))
+        assert float(values.std()) == pytest.approx(deviation, rel=0.03) and bool(values.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("alpha_dropout", lambda: nn.AlphaDropout(0.2)(ONES)),
-        ("dropout1d", lambda: nn.Dropout1d(0.2)(ONES)),
-        ("gumbel_softmax", lambda: functional.gumbel_softmax(ONES)),
-        ("randint", lambda: torch.randint(3, (4,))),
-        ("randperm", lambda: torch.randperm(4)),
-        ("multinomial", lambda: ONES.multinomial(2)),
-        ("geometric_", lambda: ONES.clone().geometric_(0.2)),
-        ("lstm", lambda: LSTM(ONES)),
-        ("multi_head_attention_forward", lambda: ATTENTION(ONES, ONES, ONES)),
-    ],
-)
-def test_a_random_function_without_an_answer_is_refused_by_name(name: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(RefusedError, match="could not be repeated") as caught, SeededDropout(1):
-        call()
-    assert str(caught.value.problems[0].where).endswith(name)
+def test_a_random_function_without_an_answer_is_refused_by_name() -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        **{"alpha_dropout": lambda: nn.AlphaDropout(0.2)(ONES), "dropout1d": lambda: nn.Dropout1d(0.2)(ONES)},
+        **{"gumbel_softmax": lambda: functional.gumbel_softmax(ONES), "randint": lambda: torch.randint(3, (4,))},
+        **{"randperm": lambda: torch.randperm(4), "multinomial": lambda: ONES.multinomial(2)},
+        **{"geometric_": lambda: ONES.clone().geometric_(0.2), "lstm": lambda: LSTM(ONES)},
+        "multi_head_attention_forward": lambda: ATTENTION(ONES, ONES, ONES),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RefusedError, match="could not be repeated") as caught, SeededDropout(1):
+            call()
+        assert str(caught.value.problems[0].where).endswith(name)
 
 
 def test_functions_that_do_not_draw_pass() -> None:

@@ -10,19 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.model import expert_lora
+from roundpipe_cli.model import expert_lora, fused
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.fused import (
-    FusedLora,
-    FusedNorm,
-    NormForm,
-    can_rotate,
-    find_fused_ops,
-    fuse_rotary,
-    fused_counts,
-    norm_form,
-    norm_kind,
-)
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
@@ -30,8 +19,6 @@ from tests.engine.test_parity import check_gradients
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for, tiny_config
 
 SIZES = [(2, 9), (1, 7)]
-
-
 NORMS = {"rms_norm": 7, "rotary": 3}
 
 
@@ -52,15 +39,13 @@ NORMS = {"rms_norm": 7, "rotary": 3}
         ("qwen3_moe", {}, {"lora_linear": 12, "rms_norm": 13, "rotary": 3}),  # fused experts: adapters of another kind
     ],
 )
-def test_modules_are_known_by_what_they_compute(
-    model_type: str, adapters: dict[str, Any] | None, expected: dict[str, int]
-) -> None:
+def test_modules_are_known_by_what_they_compute(model_type: str, adapters: Any, expected: dict[str, int]) -> None:
     """Plain adapters on plain linear layers, norms and rotary embeddings, of models of three blocks."""
     model = build_skeleton(tiny_config(model_type), torch.bfloat16)
     split = split_model(model)
     if adapters is not None:
         add_lora(model, LoraSettings(r=4, alpha=8, **adapters), dtype=torch.bfloat16, base_name="tiny")
-    assert fused_counts(find_fused_ops(model, split)) == expected
+    assert fused.fused_counts(fused.find_fused_ops(model, split)) == expected
 
 
 class _Norm(nn.Module):
@@ -85,26 +70,20 @@ class _Norm(nn.Module):
         return (normed * factor.float()).to(x.dtype) if self.kind != "wider" else normed.double() * factor
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [("plain", NormForm("weight", 1e-5, False)), ("plus one", NormForm("weight", 1e-5, True))]
-    + [(kind, None) for kind in ("centred", "eps behind the root", "without eps", "squared", "wider")]
-    + [(kind, None) for kind in ("over rows", "constant root")],  # two dimensions, or no gradient, do not tell them
-)
-def test_a_norm_is_tried_not_recognised_by_its_name(kind: str, form: NormForm | None) -> None:
-    assert norm_form(_Norm(kind)) == form and norm_form(_Norm(kind).bfloat16()) == form
-
-
-def test_norms_of_one_class_and_other_settings_are_tried_each() -> None:
-    first, other, equal = _Norm("plain"), _Norm("plus one"), _Norm("plain")
-    assert norm_kind(first) == norm_kind(equal) != norm_kind(other)
+def test_a_norm_is_tried_not_recognised_by_its_name() -> None:
+    """Those over rows and with a constant root are not told by two dimensions, or without a gradient."""
+    forms = {"plain": fused.NormForm("weight", 1e-5, False), "plus one": fused.NormForm("weight", 1e-5, True)}
+    others = ("centred", "eps behind the root", "without eps", "squared", "wider", "over rows", "constant root")
+    for kind, form in {**forms, **dict.fromkeys(others)}.items():
+        assert fused.norm_form(_Norm(kind)) == form and fused.norm_form(_Norm(kind).bfloat16()) == form
+        is_tried_once = fused.norm_kind(_Norm(kind)) == fused.norm_kind(_Norm("plain"))
+        assert is_tried_once == (kind == "plain"), "other settings are tried each"
 
 
 def test_a_norm_of_another_type_than_its_input_computes_by_its_own_code() -> None:
-    """Norms in float32 between weights in 16 bit return what they always did."""
     module, x = _Norm("plain"), torch.randn(2, 8).bfloat16()
     expected = module(x)
-    FusedNorm(module, NormForm("weight", 1e-5, False))
+    fused.FusedNorm(module, fused.NormForm("weight", 1e-5, False))
     assert torch.equal(module(x), expected) and torch.allclose(module(x.float()), expected.float(), atol=0.05)
 
 
@@ -128,8 +107,8 @@ def test_a_rotation_that_is_called_otherwise_computes_by_its_own_code() -> None:
     given = [torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))]
     module = _Attention()
     expected = module(*given)
-    assert can_rotate(module)
-    fuse_rotary(module)
+    assert fused.can_rotate(module)
+    fused.fuse_rotary(module)
     found = module(*given)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[3], expected[3])
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
@@ -149,7 +128,7 @@ def test_an_adapter_that_is_switched_off_or_of_another_type_is_left_to_peft() ->
     wrapper: Any = make_rig("llama", "lora").plain.get_submodule("model.layers.0.mlp.up_proj")
     x = torch.randn(2, 3, 64)
     expected, base = wrapper(x), wrapper.base_layer(x)
-    FusedLora(wrapper)
+    fused.FusedLora(wrapper)
     assert torch.allclose(wrapper(x), expected, atol=1e-5) and not torch.allclose(wrapper(x), base, atol=1e-2)
     wrapper.__dict__["_disable_adapters"] = True
     assert torch.equal(wrapper(x), base)

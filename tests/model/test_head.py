@@ -153,16 +153,7 @@ def test_gradients_of_the_heads_matrix_are_added_up_unrounded(is_capped: bool, i
 
 # -- the routers' balancing loss ------------------------------------------------------------------------------------
 
-SIZES = [(2, 12), (2, 9), (1, 7)]
 LOSS: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-
-
-def padded_microbatches() -> list[Microbatch]:
-    """The second row of each is three tokens shorter than the first."""
-    return [
-        replace(one, lengths=torch.tensor([tokens, tokens - 3]) if rows > 1 else None)
-        for one, (rows, tokens) in zip(random_microbatches(SIZES), SIZES, strict=True)
-    ]
 
 
 def plain_loss(rig: Rig, microbatches: list[Microbatch]) -> float:
@@ -195,7 +186,10 @@ def plain_loss(rig: Rig, microbatches: list[Microbatch]) -> float:
 def test_loss_and_gradients_are_transformers_own(model_type: str, method: str) -> None:
     rig = make_rig(model_type, method, **LOSS)
     assert rig.split.routers is not None
-    microbatches = padded_microbatches()
+    sizes = [(2, 12), (2, 9), (1, 7)]  # the second row of each is three tokens shorter than the first
+    lengths = [torch.tensor([tokens, tokens - 3]) if rows > 1 else None for rows, tokens in sizes]
+    made = zip(random_microbatches(sizes), lengths, strict=True)
+    microbatches = [replace(one, lengths=length) for one, length in made]
     expected = plain_loss(rig, microbatches)
     result = step_of_any_workers(rig, microbatches, head_chunk_tokens=8)
     assert result.loss == pytest.approx(expected, rel=1e-6)
@@ -225,7 +219,6 @@ def test_backward_of_the_head_copies_no_logits() -> None:
 
 
 def test_whether_the_loss_is_trained_is_told() -> None:
-    """`output_router_logits` was set to false, and the loss not trained."""
     told = {}
     for model_type in ("mixtral", "doge", "deepseek_v3", "llama"):
         config = tiny_config_of(model_type)

@@ -23,21 +23,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.engine.probe import Probe
-from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model import attention
-from roundpipe_cli.model.attention import (
-    SINK_MODEL_TYPES,
-    SINKS_NAME,
-    PackedRows,
-    attend_rows,
-    in_rows,
-    rows_or_mask,
-    sink_attention,
-    try_other_ends,
-)
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.model.worker_model import WorkerModel
-from tests.support.covering import swept
 from tests.support.simulated_cases import CASES, is_equal, simulated
 from tests.support.simulated_cuda.operations import SUBSTITUTES, flash_backward, flash_forward
 from tests.support.tiny import EXTRA, make_rig, random_microbatches, tiny_config
@@ -51,7 +39,7 @@ def positions(lengths: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(row) for row in rows]) for rows in lengths])
 
 
-packed_rows = functools.partial(PackedRows.of, ROWS)
+packed_rows = functools.partial(attention.PackedRows.of, ROWS)
 STARTS = [0, 10, 24]
 """Tokens before a chunk: none, the first of a row and within rows, within the last rows."""
 
@@ -76,11 +64,11 @@ def within_rows(mask_function: Any) -> Any:
 def test_rows_stand_for_the_mask_of_transformers(window: int | None) -> None:
     function = within_rows(sliding_window_causal_mask_function(window or 1000))
     words = asked(function, local_size=window, allow_is_causal_skip=False)
-    with in_rows(positions(ROWS)):
-        found = rows_or_mask(sdpa_mask, **words)
-    assert isinstance(found, PackedRows) and found.lengths == ROWS
+    with attention.in_rows(positions(ROWS)):
+        found = attention.rows_or_mask(sdpa_mask, **words)
+    assert isinstance(found, attention.PackedRows) and found.lengths == ROWS
     assert torch.equal(found.mask(), sdpa_mask(**words))
-    assert isinstance(rows_or_mask(sdpa_mask, **words), torch.Tensor), "only for packed rows"
+    assert isinstance(attention.rows_or_mask(sdpa_mask, **words), torch.Tensor), "only for packed rows"
 
 
 @pytest.mark.parametrize(
@@ -96,8 +84,8 @@ def test_rows_stand_for_the_mask_of_transformers(window: int | None) -> None:
     ids=["chunks", "both sides", "every other", "rows that see each other", "a window unsaid", "a form unknown"],
 )
 def test_what_rows_cannot_say_stays_a_mask(words: dict[str, Any]) -> None:
-    with in_rows(positions(ROWS)):
-        assert not isinstance(rows_or_mask(sdpa_mask, **words), PackedRows)
+    with attention.in_rows(positions(ROWS)):
+        assert not isinstance(attention.rows_or_mask(sdpa_mask, **words), attention.PackedRows)
 
 
 def tensors(start: int = 0) -> list[torch.Tensor]:
@@ -110,21 +98,6 @@ def gradients(attend: Callable[..., Any], start: int = 0) -> list[torch.Tensor]:
     given = tensors(start)
     out = attend(*given)[0]
     return [out, *torch.autograd.grad(out.sin().sum(), given)]
-
-
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("window", WINDOWS)
-def test_each_row_by_itself_gives_the_numbers_of_the_mask(
-    window: int | None, start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
-    rows = packed_rows(window, start)
-    assert torch.equal(rows.mask(), packed_rows(window).mask()[:, :, start:])
-    attend = functools.partial(sdpa_attention_forward, SimpleNamespace(num_key_value_groups=2, is_causal=True))
-    found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows=rows, more={"scaling": 0.3}), start)
-    expected = gradients(lambda q, k, v: attend(q, k, v, rows.mask(), scaling=0.3), start)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def varlen_by_its_documentation(
@@ -140,12 +113,6 @@ def varlen_by_its_documentation(
     parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
     out = functional.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-def newer_varlen(*inputs: Any, scale: Any, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
-    """The same of torch 2.13, which wants to be told of heads that share keys."""
-    assert enable_gqa
-    return varlen_by_its_documentation(*inputs, scale=scale, window_size=window_size)
 
 
 class Substitute(torch.autograd.Function):
@@ -164,31 +131,42 @@ class Substitute(torch.autograd.Function):
         return (*found, *(None for _ in ctx.rest))
 
 
-def substitute_varlen(*inputs: Any, scale: Any, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
+def substitute(*inputs: Any, scale: Any, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
     result: torch.Tensor = Substitute.apply(*inputs, True, scale, window_size)  # type: ignore[no-untyped-call]
     return result
 
 
+def newer(*inputs: Any, enable_gqa: bool = False, **more: Any) -> torch.Tensor:
+    """By the documentation of torch 2.13, which wants to be told of heads that share keys."""
+    assert enable_gqa
+    return varlen_by_its_documentation(*inputs, **more)
+
+
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel", [varlen_by_its_documentation, newer_varlen, substitute_varlen])
-def test_all_rows_at_once_where_a_gpu_has_the_kernel(
-    window: int | None, start: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The arguments that the kernel is given, by what the documentation says they mean; and what stands for it."""
+@pytest.mark.parametrize("kernel", [None, varlen_by_its_documentation, newer, substitute])
+def test_rows_give_the_numbers_of_the_mask(window: int | None, start: int, kernel: Any, monkeypatch: Any) -> None:
+    """Each row by itself (None), or all at once where a GPU has the kernel: the arguments that it is given, by what the
+    documentation says they mean; and what stands for it."""
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    rows = packed_rows(window, start)
-    by_mask = functools.partial(functional.scaled_dot_product_attention, attn_mask=rows.mask(), scale=0.3)
-    found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None), start)
-    expected = gradients(lambda q, k, v: (by_mask(q, k, v, enable_gqa=True).transpose(1, 2), None), start)
-    for one, other in zip(found, expected, strict=True):
+    rows, more = packed_rows(window, start), {"scaling": 0.3}
+    assert torch.equal(rows.mask(), packed_rows(window).mask()[:, :, start:])
+    sdpa = functools.partial(sdpa_attention_forward, SimpleNamespace(num_key_value_groups=2, is_causal=True))
+
+    def attend(*parts: torch.Tensor) -> Any:
+        if kernel is None:
+            return attention.attend_rows(sdpa, *parts, rows=rows, more=more)
+        return [attention._attend_at_once(*parts, rows, more=more)]
+
+    expected = gradients(lambda *parts: sdpa(*parts, rows.mask(), **more), start)
+    for one, other in zip(gradients(attend, start), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", ["", "upper left", "not finite", "no kernel"])
-def test_chunks_go_without_a_mask_where_a_card_aligns_it_as_they_need(
-    wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_go_without_a_mask_where_a_card_aligns_it_as_they_need(wrong: str, monkeypatch: Any) -> None:
     """A kernel that aligned the causal mask to the upper left would hide a chunk's own keys, silently."""
 
     def upper_left(query: Any, key: Any, value: Any, ends: Any, _: Any, *rest: Any) -> Any:
@@ -207,63 +185,42 @@ def test_chunks_go_without_a_mask_where_a_card_aligns_it_as_they_need(
         monkeypatch.delitem(SUBSTITUTES, "torch_attn._varlen_attn.default")
     monkeypatch.setattr(attention, "_takes_other_ends", False)
     with simulated():
-        notice = try_other_ends(["cuda:0", "cuda:0"])
+        notice = attention.try_other_ends(["cuda:0", "cuda:0"])
     assert attention._takes_other_ends is (notice is None) is (not wrong)
     assert wrong == "" or "masks of all pairs" in str(notice)
 
 
-@pytest.mark.parametrize(
-    ("card", "dtype", "width", "dropout", "has_kernel"),
-    [
-        ((8, 6), torch.bfloat16, 8, 0.0, True),
-        ((8, 6), torch.float32, 8, 0.0, False),
-        ((7, 5), torch.float16, 8, 0.0, False),
-        ((9, 0), torch.bfloat16, 512, 0.0, False),
-        ((9, 0), torch.bfloat16, 8, 0.1, False),
-        ((9, 0), torch.bfloat16, 80, 0.0, True),
-        ((9, 0), torch.bfloat16, 100, 0.0, False),
-        (None, torch.bfloat16, 8, 0.0, False),
-    ],
-)
-def test_which_gpus_have_the_kernel(
-    card: Any, dtype: torch.dtype, width: int, dropout: float, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_least_capability", card)
-    part: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, width))
-    assert attention._has_own_kernel(part, part, part, {"dropout": dropout}) is has_kernel
-
-
-def packed_microbatches() -> list[Microbatch]:
-    lengths = (((6, 1, 9),), ((11, 5),))
-    return [
-        replace(microbatch, position_ids=positions(rows))
-        for microbatch, rows in zip(random_microbatches([(1, 16), (1, 16)]), lengths, strict=True)
-    ]
+def test_which_gpus_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    for card, dtype, width, dropout, has_kernel in (
+        *(((8, 6), bf16, 8, 0.0, True), ((8, 6), f32, 8, 0.0, False), ((7, 5), f16, 8, 0.0, False)),
+        *(((9, 0), bf16, 512, 0.0, False), ((9, 0), bf16, 8, 0.1, False), ((9, 0), bf16, 80, 0.0, True)),
+        *(((9, 0), bf16, 100, 0.0, False), (None, bf16, 8, 0.0, False)),
+    ):
+        monkeypatch.setattr(attention, "_least_capability", card)
+        part: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, width))
+        assert attention._has_own_kernel(part, part, part, {"dropout": dropout}) is has_kernel, (card, dtype, width)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
+    ("model_type", "packed"),
     [
-        *(("llama", {}), ("gemma3_text", WINDOW), ("gemma2", WINDOW), ("gpt_oss", WINDOW)),
-        pytest.param("qwen3_moe", {}, marks=pytest.mark.sweep),
+        *((name, True) for name in ("llama", "gemma3_text", "gemma2", "gpt_oss")),
+        *((name, False) for name in ("llama", "gemma3_text", "gpt_oss")),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("qwen3_moe", True), ("mistral", False))),
     ],
 )
-def test_a_step_gives_the_numbers_of_masks(model_type: str, changes: dict[str, Any]) -> None:
-    """Plain and sliding-window models, and experts. gemma2's own attention keeps its mask."""
-    base = replace(CASES["packing"], model_type=model_type, model=changes, microbatches=packed_microbatches())
-    found = replace(base, engine={"attends_in_rows": True}).on_processor()
-    assert is_equal(found, base.on_processor(), 1e-5)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", *swept(["mistral"])])
-def test_rows_longer_than_a_window_need_no_mask(model_type: str) -> None:
-    """Unpacked: a mask of all pairs was made on the host for each microbatch, and uploaded by each worker."""
-    is_same = model_type == "llama"
-    changes = {} if is_same else WINDOW
-    rows = random_microbatches([(2, 9), (1, 14)])
+def test_a_step_gives_the_numbers_of_masks(model_type: str, packed: bool) -> None:
+    """Plain and sliding-window models, and experts. gemma2's own attention keeps its mask. Of rows longer than a window
+    a mask of all pairs was made on the host for each microbatch, and uploaded by each worker."""
+    rows = random_microbatches([(1, 16), (1, 16)] if packed else [(2, 9), (1, 14)])
+    if packed:
+        places = positions(((6, 1, 9),)), positions(((11, 5),))
+        rows = [replace(one, position_ids=place) for one, place in zip(rows, places, strict=True)]
+    changes = {} if model_type in ("llama", "qwen3_moe") else WINDOW
     base = replace(CASES["packing"], model_type=model_type, model=changes, microbatches=rows)
     found = replace(base, engine={"attends_in_rows": True}).on_processor()
-    assert is_equal(found, base.on_processor(), 0.0 if is_same else 1e-5)
+    assert is_equal(found, base.on_processor(), 1e-5 if packed or changes else 0.0)
 
 
 @pytest.mark.parametrize(("model_type", "at_least"), [("llama", None), ("gemma3_text", 5), ("gpt_oss", 1)])
@@ -280,12 +237,8 @@ def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.Monke
     row = attention._attend_row
     monkeypatch.setattr(attention, "_attend_row", lambda *given: row(*given) * 1.1)
     assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows(), "other numbers"
-
-
-@pytest.mark.parametrize("model_type", ["doge", "codegen"])
-def test_a_model_that_reads_its_mask_itself_keeps_it(model_type: str) -> None:
-    rig = make_rig(model_type, "full")
-    assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows()
+    for rig in map(make_rig, ("doge", "codegen")):
+        assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows(), "they read their mask themselves"
 
 
 class Largest(TorchDispatchMode):
@@ -336,8 +289,9 @@ def both(**changes: Any) -> tuple[Any, Any]:
             if name.endswith("sinks"):
                 parameter.mul_(20)
     ours = copy.deepcopy(theirs)
-    ours.config._attn_implementation = SINKS_NAME
-    assert rig.skeleton.config._attn_implementation == SINKS_NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    ours.config._attn_implementation = attention.SINKS_NAME
+    of_engine: Any = rig.skeleton.config
+    assert (of_engine._attn_implementation, theirs.config._attn_implementation) == (attention.SINKS_NAME, "eager")
     return theirs, ours
 
 
@@ -345,9 +299,7 @@ def both(**changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["one row", "packed rows"])
 @pytest.mark.parametrize("window", [4, 128])
 @pytest.mark.parametrize("head_dim", [16, 12])
-def test_losses_and_gradients_are_those_of_transformers(
-    head_dim: int, window: int, positions: list[int] | None
-) -> None:
+def test_losses_and_gradients_are_those_of_transformers(head_dim: int, window: int, positions: Any) -> None:
     more = {} if positions is None else {"position_ids": torch.tensor([positions] * 2)}
     ids = torch.randint(1, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     logits, gradients = [], []
@@ -389,7 +341,7 @@ def test_sixteen_bits_are_nearer_to_the_truth_than_transformers(length: int) -> 
         return eager_attention_forward(module, *parts, added, 0.25)[0]
 
     parts = [part.bfloat16() for part in (query, key, value)]
-    ours, _ = sink_attention(torch.nn.Module(), *parts, mask, 0.0, 0.25, s_aux=sinks.bfloat16())
+    ours, _ = attention.sink_attention(torch.nn.Module(), *parts, mask, 0.0, 0.25, s_aux=sinks.bfloat16())
     truth = eager(torch.float64)
     assert float((ours - truth).norm()) <= float((eager(torch.bfloat16) - truth).norm())
     assert float((ours - truth).norm()) <= 0.01 * float(truth.norm())
@@ -398,7 +350,7 @@ def test_sixteen_bits_are_nearer_to_the_truth_than_transformers(length: int) -> 
 def test_plan_knows_the_same_models() -> None:
     for model_type in EXTRA:
         architecture = parse_config(tiny_config(model_type).to_dict(), name="tiny", source="tests")
-        assert architecture.has_sinks == (model_type in SINK_MODEL_TYPES), model_type
+        assert architecture.has_sinks == (model_type in attention.SINK_MODEL_TYPES), model_type
 
 
 def test_no_scores_are_kept() -> None:
@@ -412,4 +364,4 @@ def test_no_scores_are_kept() -> None:
 def test_a_saved_model_names_no_attention_of_ours(tmp_path: Path) -> None:
     rig = make_rig("gpt_oss")
     save_model(rig.skeleton, rig.store.views, tmp_path)
-    assert SINKS_NAME not in (tmp_path / "config.json").read_text()
+    assert attention.SINKS_NAME not in (tmp_path / "config.json").read_text()

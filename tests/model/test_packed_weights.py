@@ -28,28 +28,12 @@ from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels import unpack_codes
 from roundpipe_cli.model.stored import packed_weights
-from roundpipe_cli.model.stored.packed_weights import (
-    PackedParameter,
-    dequantize,
-    packed_bytes,
-    quantize,
-    require_bitsandbytes,
-    whole_weights,
-)
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.engine.test_parity import check_parity
-from tests.support.e2e import (
-    REPOSITORY,
-    STAGES_OF_TWO,
-    finetune,
-    fresh,
-    make_model,
-    make_workspace,
-    numbers,
-    write_recipe,
-)
+from tests.support.e2e import REPOSITORY, STAGES_OF_TWO, fresh, make_workspace, write_recipe
 from tests.support.tiny import make_rig, random_microbatches, schedule_for
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs the extra 4bit")
@@ -59,8 +43,8 @@ FINITE = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=
 
 
 def packed_of(values: torch.Tensor, kind: Any) -> torch.Tensor:
-    packed = torch.zeros(packed_bytes(values.shape, kind), dtype=torch.uint8)
-    quantize(values, packed, kind)
+    packed = torch.zeros(packed_weights.packed_bytes(values.shape, kind), dtype=torch.uint8)
+    packed_weights.quantize(values, packed, kind)
     return packed
 
 
@@ -75,7 +59,6 @@ def random_weights(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (48, 40), (3, 5), (4, 32, 24), (7,)])
 def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype, kind: Any) -> None:
-    """`load_in_4bit` and `load_in_8bit`."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed = packed_of(values, kind)
     with torch.compiler.set_stance("force_eager"):
@@ -83,7 +66,7 @@ def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dt
             expected = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=64, quant_type="nf4"))
         else:
             expected = functional.dequantize_blockwise(*functional.quantize_blockwise(values, blocksize=64))
-    unpacked = dequantize(packed, values.shape, dtype, kind)
+    unpacked = packed_weights.dequantize(packed, values.shape, dtype, kind)
     assert unpacked.dtype == dtype and torch.equal(unpacked, expected.view(shape))
     if kind == "8bit":
         assert (unpacked - values).abs().max() < 0.02 * values.abs().max()
@@ -97,19 +80,17 @@ def test_nothing_is_compiled_for_a_weight_of_odd_width(kind: Any, monkeypatch: p
     for name in ("_dequantize_4bit_compute", "_dequantize_blockwise_compute"):
         monkeypatch.setattr(f"bitsandbytes.backends.default.ops.{name}", lambda *args: pytest.fail("compiles"))
     values = torch.randn(6, 7)
-    assert dequantize(packed_of(values, kind), values.shape, torch.float32, kind).shape == (6, 7)
+    assert packed_weights.dequantize(packed_of(values, kind), values.shape, torch.float32, kind).shape == (6, 7)
 
 
 @pytest.mark.parametrize("shape", [(256,), (257,), (511,), (9, 70), (3, 5, 33)])
 @pytest.mark.parametrize("kind", [form.name for form in LOADED_FORMATS])
-def test_packing_and_unpacking_in_parts_change_nothing(
-    kind: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_and_unpacking_in_parts_change_nothing(kind: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
     """bitsandbytes counts weights in 32 bits: 2^31 of them, as fused experts may have, ended a run on CUDA; it takes
     several times the memory of what it packs at once."""
     values = random_weights(*shape)
     whole, largest = packed_of(values, kind), [0]
-    expected, at_once = dequantize(whole, values.shape, torch.bfloat16, kind), packed_weights._dequantize
+    expected, at_once = packed_weights.dequantize(whole, values.shape, torch.bfloat16, kind), packed_weights._dequantize
 
     def counted(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, *args: Any, **more: Any) -> torch.Tensor:
         largest.append(shape.numel())
@@ -120,7 +101,7 @@ def test_packing_and_unpacking_in_parts_change_nothing(
     for name in ("PACKED_AT_ONCE", "UNPACKED_AT_ONCE"):
         monkeypatch.setattr(packed_weights, name, 128)
     assert torch.equal(packed_of(values, kind), whole)
-    assert torch.equal(dequantize(whole, values.shape, torch.bfloat16, kind), expected)
+    assert torch.equal(packed_weights.dequantize(whole, values.shape, torch.bfloat16, kind), expected)
     assert max(largest) == (0 if kind == "fp8" else 128) and sum(largest) in (0, values.numel())
 
 
@@ -144,16 +125,11 @@ def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str,
     check_parity(rig, copy=True, head_chunk_tokens=8, num_steps=2)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kind", "recompute"), [("llama", "8bit", "stage"), ("qwen3_moe", "4bit", "layer")]
-)
-def test_weights_are_unpacked_once_in_a_visit(
-    model_type: str, kind: Any, recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("of", [("llama", "8bit", "stage"), ("qwen3_moe", "4bit", "layer")])
+def test_weights_are_unpacked_once_in_a_visit(of: tuple[str, Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits as once for each microbatch and pass, which is the fallback."""
-    counts = dict[bool, int]()
-    once, seen = packed_weights.dequantize, set()
-    lock = threading.Lock()
+    (model_type, kind, recompute), counts = of, dict[bool, int]()
+    once, seen, lock = packed_weights.dequantize, set(), threading.Lock()
     for whole, num_workers, copy in ((False, 1, True), (True, 1, True), (True, 2, True)):
         rig = make_rig(model_type, "lora", packed_as=kind)
         done: list[torch.Size] = []
@@ -214,8 +190,8 @@ def test_a_graph_without_a_backward_is_freed() -> None:
     """What a step that ran out of memory had computed stayed on the GPU, and what its retries computed too."""
     values = torch.randn(64, 64)
     linear = nn.Linear(64, 64, bias=False)
-    place = linear, "weight", PackedParameter.of(packed_of(values, "4bit"), values.shape, torch.float32, "4bit")
-    with whole_weights([place]):
+    packed = packed_of(values, "4bit"), values.shape, torch.float32, "4bit"
+    with packed_weights.whole_weights([(linear, "weight", packed_weights.PackedParameter.of(*packed))]):
         output = linear(torch.randn(2, 64, requires_grad=True)).exp()  # whose backward reads the output itself
     alive = weakref.ref(output)
     del output
@@ -224,13 +200,11 @@ def test_a_graph_without_a_backward_is_freed() -> None:
 
 
 def test_memory_that_ends_between_two_weights_leaves_none_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = torch.zeros(packed_bytes(torch.Size([64, 64]), "4bit"), dtype=torch.uint8)
-    places = [
-        (nn.Linear(64, 64), "weight", PackedParameter.of(packed, torch.Size([64, 64]), torch.float32, "4bit"))
-        for _ in range(2)
-    ]
+    packed = torch.zeros(packed_weights.packed_bytes(torch.Size([64, 64]), "4bit"), dtype=torch.uint8)
+    made = [packed_weights.PackedParameter.of(packed, torch.Size([64, 64]), torch.float32, "4bit") for _ in range(2)]
+    places = [(nn.Linear(64, 64), "weight", parameter) for parameter in made]
     monkeypatch.setattr(places[1][2], "dequantized", lambda: torch.empty(2**60))
-    with pytest.raises(RuntimeError, match="memory"), whole_weights(places):
+    with pytest.raises(RuntimeError, match="memory"), packed_weights.whole_weights(places):
         pass
     assert all(module.weight is parameter for module, _, parameter in places)
 
@@ -260,10 +234,10 @@ def test_bytes_uploaded_and_held() -> None:
 def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="pip install bitsandbytes"):
-        require_bitsandbytes()
+        packed_weights.require_bitsandbytes()
 
 
-def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
+def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path, two_blocks: Path) -> None:
     """bitsandbytes runs one from there as it is imported, PEFT imports it: a package `kernels` tells who asked."""
     (tmp_path / "kernels.py").write_text(
         "import pathlib\n"
@@ -271,8 +245,7 @@ def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
         "    pathlib.Path(__file__).with_name('asked').write_text(str(names))\n"
         "    raise ImportError('no network')\n"
     )
-    model = make_model(tmp_path / "model", num_hidden_layers=2)
-    workspace = make_workspace(tmp_path / "w", model, max_steps=1, **STAGES_OF_TWO)
+    workspace = make_workspace(tmp_path / "w", two_blocks, max_steps=1, **STAGES_OF_TWO)
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     done = fresh(workspace, "finetune", "recipe.yaml", environment=environment).expect(0)
     assert not (tmp_path / "asked").exists(), (tmp_path / "asked").read_text()
@@ -310,7 +283,7 @@ def test_the_processors_table_gives_what_a_card_computes(dtype: torch.dtype) -> 
 def test_rows_of_zeros_of_the_smallest_and_of_the_largest_numbers() -> None:
     values = torch.zeros(5, 4)
     values[1], values[2], values[3] = 1e-42, 3e38, torch.tensor([1e30, -1e30, 1.0, 0.0])
-    found = dequantize(packed_of(values, "fp8"), values.shape, torch.float32, "fp8")
+    found = packed_weights.dequantize(packed_of(values, "fp8"), values.shape, torch.float32, "fp8")
     assert torch.equal(found[0], values[0]) and bool(found.isfinite().all())
     assert float((found[1] - values[1]).abs().max()) < 1e-40
     assert torch.allclose(found[2:4], values[2:4], rtol=1e-6, atol=1e27)
@@ -321,7 +294,7 @@ def test_a_weight_that_is_not_finite_stays_none(bad: float) -> None:
     values = torch.ones(3, 64)
     values[1, 5] = bad
     for dtype in DTYPES:
-        found = dequantize(packed_of(values, "fp8"), values.shape, dtype, "fp8")
+        found = packed_weights.dequantize(packed_of(values, "fp8"), values.shape, dtype, "fp8")
         assert bool(found[1].isnan().all()) and bool((found[[0, 2]] == 1).all())
 
 
@@ -338,14 +311,14 @@ def test_the_cost_model_counts_both_passes_of_unpacking(monkeypatch: pytest.Monk
     assert times["8bit"] / times["4bit"] == pytest.approx((1 + 4 / 64 + 4) / (0.5 + 4 / 64 + 4), rel=0.02)
 
 
-def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(tmp_path / "model", num_hidden_layers=2)
-    folder = make_workspace(tmp_path / "w", model, load_in_fp8=True, max_steps=2, **STAGES_OF_TWO)
+def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, two_blocks: Path, monkeypatch: Any) -> None:
+    folder = make_workspace(tmp_path / "w", two_blocks, load_in_fp8=True, **STAGES_OF_TWO)
     found = importlib.util.find_spec
     hides = lambda name, *at: None if name == "bitsandbytes" else found(name, *at)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hides)
-    finetune(folder).expect(0)
-    assert len(numbers(folder / "out")) == 2
+    loaded = load_recipe(folder / "recipe.yaml", [f"model={folder}/model", f"datasets[0].path={folder}/rows.jsonl"])
+    setup = prepare(loaded, offline=True, tell=lambda event: None)
+    assert sum(place.packed_as == "fp8" for layout in setup.store.layouts for place in layout.places) == 2 * 7
 
 
 @pytest.mark.parametrize("name", [form.name for form in LOADED_FORMATS])

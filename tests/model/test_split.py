@@ -67,12 +67,12 @@ class Causal(nn.Module):
         return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids).last_hidden_state))
 
 
-def through(*places: int) -> Walk:
-    """Through the blocks of these numbers, then the norm."""
+def through(*places: int, doubled: int | None = None) -> Walk:
+    """Through the blocks of these numbers, one of them given twice its input, then the norm."""
 
     def walk(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
         for place in places:
-            hidden = model.layers[place](hidden)
+            hidden = model.layers[place](hidden * 2 if place == doubled else hidden)
         result: torch.Tensor = model.norm(hidden)
         return result
 
@@ -80,13 +80,6 @@ def through(*places: int) -> Walk:
 
 
 plain = through(0, 1, 2)
-
-
-def scaled_between_blocks(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
-    for index, block in enumerate(model.layers):
-        hidden = block(hidden * 2 if index == 1 else hidden)
-    result: torch.Tensor = model.norm(hidden)
-    return result
 
 
 def with_argument(make: Callable[[torch.Tensor], Any]) -> Walk:
@@ -116,7 +109,7 @@ def test_an_ordinary_model_comes_apart() -> None:
         (lambda model, hidden: plain(model, model.norm(plain(model, hidden))), "once and in order", "block.0"),
         (through(0, 2, 1), "once and in order", "block.2"),
         (through(0, 1), "each of its blocks once", "model.layers"),
-        (scaled_between_blocks, "changes the hidden states between two blocks", "block.0 to block.1"),
+        (through(0, 1, 2, doubled=1), "changes the hidden states between two blocks", "block.0 to block.1"),
         (lambda model, hidden: plain(model, hidden) * 2, "more than its modules", "model.norm"),
         (lambda model, hidden: plain(model, model.norm(hidden)), "before its first block and after", "model.norm"),
         (with_argument(lambda hidden: (1, {2})), "could change", "block.1, extra"),
@@ -135,13 +128,8 @@ def test_what_the_split_cannot_carry_is_refused(walk: Walk, what: str, where: st
 @pytest.mark.parametrize(
     "make",
     [
-        lambda hidden: hidden.detach(),
-        lambda hidden: ("eager", None, 2),
-        lambda hidden: torch.arange(5),
-        lambda hidden: {},
-        lambda hidden: [hidden],
-        lambda hidden: hidden * 0.5,
-        lambda hidden: {"a": (None, hidden)},
+        *(torch.Tensor.detach, lambda hidden: ("eager", None, 2), lambda hidden: torch.arange(5), lambda hidden: {}),
+        *(lambda hidden: [hidden], lambda hidden: hidden * 0.5, lambda hidden: {"a": (None, hidden)}),
     ],
 )
 def test_arguments_that_it_can_carry(make: Callable[[torch.Tensor], Any]) -> None:
@@ -162,15 +150,12 @@ def test_parameters_shared_between_blocks_are_refused(whole_block: bool) -> None
     assert caught.value.problems[0].found in ("linear.weight", "linear.bias")
 
 
-def test_a_model_without_blocks_is_refused() -> None:
+def test_models_without_blocks_or_of_several_widths_are_refused() -> None:
+    """blt's blocks are one of its four models; the next one's width made the check itself fail."""
     model = Causal(plain)
     model.model.layers = nn.ModuleList()
     with pytest.raises(SplitRefusedError, match="no list of blocks"):
         split_model(model)
-
-
-def test_a_model_of_several_widths_is_refused() -> None:
-    """blt's blocks are one of its four models; the next one's width made the check itself fail."""
     with pytest.raises(SplitRefusedError, match="more than its modules"):
         split_model(build_skeleton(tiny_config_of("blt"), torch.float32))
 

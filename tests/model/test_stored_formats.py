@@ -75,15 +75,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
 }
 
 
-def save_quantized(
-    folder: Path, model_type: str, name: str, matrices: str = "_proj."
-) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A tiny checkpoint in a format; the model with the reference's weights, and those by name in the files.
-
-    Args:
-        matrices: part of the names of what is quantised.
-    """
-    settings, make = FORMATS[name]
+def save_quantized(folder: Path, model_type: str, name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A tiny checkpoint in a format; the model with the reference's weights, and those by name in the files."""
+    (settings, make), matrices = FORMATS[name], "c_" if model_type == "gpt2" else "_proj."
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=DTYPE)
     model.save_pretrained(str(folder))
@@ -114,19 +108,16 @@ def check_one_rounding(found: torch.Tensor, reference: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name", "matrices"),
+    ("model_type", "name"),
     [
-        *(("llama", name, "_proj.") for name in FORMATS),
-        ("gpt2", "fp8-one-scale", "c_"),
-        ("qwen3_moe", "fp8-blocks", "_proj."),  # as DeepSeek is published: a tensor per expert, fused in the model
+        *(*(("llama", name) for name in FORMATS), ("gpt2", "fp8-one-scale")),
+        ("qwen3_moe", "fp8-blocks"),  # as DeepSeek is published: a tensor per expert, fused in the model
     ],
 )
-def test_dequantised_weights_are_those_of_the_published_layout(
-    tmp_path: Path, model_type: str, name: str, matrices: str
-) -> None:
+def test_dequantised_weights_are_those_of_the_published_layout(tmp_path: Path, model_type: str, name: str) -> None:
     """And all others are as they were: the store has what the model with the reference's weights has. Story: files hold
     gpt2's matrices with outputs first; square ones were taken as they are, others refused."""
-    model, references = save_quantized(tmp_path, model_type, name, matrices)
+    model, references = save_quantized(tmp_path, model_type, name)
     store, notices, _ = load(tmp_path, DTYPE)
     assert references and f"{len(references)} weights are quantised in the files" in notices[-1]
     assert len(notices) == 1
@@ -152,7 +143,6 @@ def test_fused_experts_in_fp8(tmp_path: Path) -> None:
 
 
 def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    """And the first loss is that of transformers' own load."""
     save_quantized(tmp_path, "llama", "fp8-small-blocks")
     config = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=DTYPE, quantization_config=config)
@@ -187,11 +177,10 @@ def test_blocks_end_where_the_settings_or_the_usual_block_say(tmp_path: Path) ->
         find_stored(tmp_path, DTYPE)["up_proj.weight"].read(opened)
 
 
-def save_mxfp4(folder: Path) -> None:
-    """A tiny checkpoint as GPT-OSS is published, with scales that differ."""
-    model = AutoModelForCausalLM.from_config(tiny_config("gpt_oss"), dtype=DTYPE)
-    model.save_pretrained(folder)
-    path, generator, tensors = folder / "model.safetensors", torch.Generator().manual_seed(0), {}
+def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
+    """As GPT-OSS is published, with scales that differ; transformers dequantises it without another library."""
+    AutoModelForCausalLM.from_config(tiny_config("gpt_oss"), dtype=DTYPE).save_pretrained(tmp_path)
+    path, generator, tensors = tmp_path / "model.safetensors", torch.Generator().manual_seed(0), {}
     for key, tensor in load_file(path).items():
         if tensor.ndim < 3:
             tensors[key] = tensor
@@ -202,17 +191,11 @@ def save_mxfp4(folder: Path) -> None:
         tensors[f"{key}_scales"] = torch.randint(115, 122, shape, generator=generator).to(torch.uint8)
     assert sum(key.endswith("_blocks") for key in tensors) == 6
     save_file(tensors, path, {"format": "pt"})
-    say(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-
-
-def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
-    """transformers dequantises it without another library."""
-    save_mxfp4(tmp_path)
+    say(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     dequantizing = Mxfp4Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPE, quantization_config=dequantizing)
     store, *_ = load(tmp_path, DTYPE)
-    parameters = dict(theirs.named_parameters())
-    assert all(torch.equal(store.views[key], parameter) for key, parameter in parameters.items())
+    assert all(torch.equal(store.views[key], parameter) for key, parameter in theirs.named_parameters())
 
 
 # -- weights that are made of several tensors of the files, one expert at a time -------------------------------------

@@ -4,6 +4,7 @@ same bits on any cut, fewer products and fewer live bytes."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,11 +40,9 @@ def step_bits(rig: Rig, num_workers: int, **options: Any) -> tuple[object, ...]:
 
 DOWN, OUT = "mlp.down_proj", "self_attn.o_proj"
 UNREAD = {
-    "llama": [(DOWN,)],
-    "gpt2": [("mlp.c_proj",)],
+    **{"llama": [(DOWN,)], "gpt2": [("mlp.c_proj",)]},
     "phi": [("self_attn.dense", "mlp.fc2")],  # attention and MLP side by side
-    "cohere2": [(OUT, DOWN)],
-    "bloom": [("mlp.dense_4h_to_h",)],
+    **{"cohere2": [(OUT, DOWN)], "bloom": [("mlp.dense_4h_to_h",)]},
     "granite": [(DOWN,)],  # times a constant
     "glm4_moe": [(DOWN,), ("mlp.shared_experts.down_proj",)],  # of routed experts, routing weights read the product
     "qwen3_moe": [()],
@@ -52,8 +51,8 @@ UNREAD = {
 }
 
 
-def find(rig: Rig) -> dict[int, tuple[str, ...]]:
-    return Probe(rig.skeleton, rig.split, rig.store, rig.fused).find_unread_products()
+def find(rig: Rig, *, in_chunks: bool = False) -> dict[int, tuple[str, ...]]:
+    return Probe(rig.skeleton, rig.split, rig.store, rig.fused).find_unread_products(in_chunks=in_chunks)
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -61,16 +60,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "phi-lora": ("phi", "lora", {}),
     "phi-lora-fused": ("phi", "lora", {"lora_dropout": 0.1, "kernels": "auto"}),
-    "bloom-full": ("bloom", "full", {}),
-    "glm4_moe-full": ("glm4_moe", "full", {}),
+    **{"bloom-full": ("bloom", "full", {}), "glm4_moe-full": ("glm4_moe", "full", {})},
     "llama-full-bfloat16": ("llama", "full", {"dtype": torch.bfloat16}),
 }
 
 
 @pytest.mark.parametrize("model_type", sorted(UNREAD))
 def test_what_may_be_left_out(model_type: str) -> None:
-    rig = make_rig(model_type, "full")
-    found = Probe(rig.skeleton, rig.split, rig.store).find_unread_products()
+    found = find(rig := make_rig(model_type, "full"))
     assert list(found) == list(range(rig.split.num_blocks))
     assert sorted(set(found.values())) == UNREAD[model_type]
 
@@ -88,7 +85,7 @@ def test_nothing_is_left_out_of_weights_that_are_not_finite() -> None:
     """The proof compares gradients bit by bit; NaN everywhere would prove anything."""
     rig = make_rig("llama", "full")
     rig.store.views["model.layers.0.mlp.up_proj.weight"].fill_(float("nan"))
-    assert set(Probe(rig.skeleton, rig.split, rig.store).find_unread_products().values()) == {()}
+    assert set(find(rig).values()) == {()}
 
 
 @pytest.mark.parametrize(
@@ -136,9 +133,8 @@ def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
     """Stages of one and of two blocks: their ends only, or every block where its input is read again
     (`skip_last_projection: true`)."""
     rig = make_rig("llama", "lora")
-    unread = Probe(rig.skeleton, rig.split, rig.store).find_unread_products()
     nums = []
-    for names in ({}, unread):
+    for names in ({}, find(rig)):
         backend, settings = _CountingBackend(), EngineOptions(unread=names, **options)
         with Engine(rig.skeleton, rig.split, rig.store, [backend], options=settings) as engine:
             engine.run_step(random_microbatches(SIZES), coarse(rig, 1), step=0)
@@ -150,21 +146,15 @@ def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
 
 CHUNK = 5
 CHUNKED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-lora": ("llama", "lora", {}),
-    "llama-4bit": ("llama", "lora", {"packed_as": "4bit"}),
+    **{"llama-lora": ("llama", "lora", {}), "llama-4bit": ("llama", "lora", {"packed_as": "4bit"})},
     "qwen3_moe-lora": ("qwen3_moe", "lora", {}),
     "gpt_oss-lora": ("gpt_oss", "lora", {}),  # its experts return a tuple
-    "mixtral-full": ("mixtral", "full", {}),
-    "glm4_moe-lora": ("glm4_moe", "lora", {}),
+    **{"mixtral-full": ("mixtral", "full", {}), "glm4_moe-lora": ("glm4_moe", "lora", {})},
     "gemma2-lora": ("gemma2", "lora", {}),  # a norm reads what the feed-forward part returns
     "phi-full": ("phi", "full", {}),  # attention and feed-forward part side by side
     "gpt2-full": ("gpt2", "full", {}),
 }
 WHOLLY_UNREAD = ("llama", "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "phi", "gpt2")
-
-
-def unread_of(rig: Rig) -> dict[int, tuple[str, ...]]:
-    return Probe(rig.skeleton, rig.split, rig.store).find_unread_products(in_chunks=True)
 
 
 ALIKE = {"llama-lora", "qwen3_moe-lora", "glm4_moe-lora"}
@@ -175,7 +165,9 @@ ALIKE = {"llama-lora", "qwen3_moe-lora", "glm4_moe-lora"}
 def test_chunks_agree_with_plain_pytorch(name: str) -> None:
     model_type, method, changes = CHUNKED[name]
     rig = make_rig(model_type, method, **changes)
-    plain, microbatches, unread = plain_copy(rig.skeleton, rig.store), random_microbatches(SIZES), unread_of(rig)
+    plain, microbatches, unread = (
+        *(plain_copy(rig.skeleton, rig.store), random_microbatches(SIZES), find(rig, in_chunks=True)),
+    )
     loss = plain_step(rig, microbatches, 0, None, plain)
     for options in ({"unread": unread, "keep_inputs": True}, {"unread": unread, "recompute": "layer"}):
         with rig.engine(2, copy=True, mlp_chunk_tokens=CHUNK, **options) as engine:
@@ -189,17 +181,14 @@ def test_chunks_agree_with_plain_pytorch(name: str) -> None:
 )
 def test_what_a_recompute_leaves_out_of_chunks(model_type: str) -> None:
     rig = make_rig(model_type, "lora")
-    has_it = {index for index, names in unread_of(rig).items() if "mlp" in names}
+    has_it = {index for index, names in find(rig, in_chunks=True).items() if "mlp" in names}
     assert has_it == (set(range(rig.split.num_blocks)) if model_type in WHOLLY_UNREAD else set())
 
 
-def bits(rig: Rig, num_workers: int, **options: Any) -> tuple[object, ...]:
-    return step_bits(rig, num_workers, **{"mlp_chunk_tokens": CHUNK, **options})
-
-
 def test_the_same_bits_whatever_is_recomputed_with_dropout() -> None:
+    bits = partial(step_bits, mlp_chunk_tokens=CHUNK)
     rig = make_rig("llama", "lora", attention_dropout=0.1, lora_dropout=0.2)
-    unread = unread_of(rig)
+    unread = find(rig, in_chunks=True)
     expected = bits(rig, 1)
     assert bits(rig, 2, unread=unread, keep_inputs=True, copy=True) == expected
     assert bits(rig, 2, recompute="layer", copy=True) == expected
@@ -223,7 +212,7 @@ def test_live_bytes_fall() -> None:
 def test_a_model_without_such_a_part_is_refused(model_type: str, words: str) -> None:
     rig = make_rig(model_type, "lora")
     with pytest.raises(RefusedError, match="chunks of tokens") as caught:
-        unread_of(rig)
+        find(rig, in_chunks=True)
     problem = caught.value.problems[0]
     assert problem.where == "mlp_chunk_tokens" and words in (problem.found or "") and caught.value.exit_code == 2
     assert "remove mlp_chunk_tokens" in str(caught.value)
@@ -235,5 +224,5 @@ def test_a_part_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     whole = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: whole(self, x) + x.mean(1, keepdim=True))
     with pytest.raises(RefusedError) as caught:
-        unread_of(rig)
+        find(rig, in_chunks=True)
     assert "another result for a part of the tokens" in (caught.value.problems[0].found or "")

@@ -85,23 +85,12 @@ def check_equal(store: WeightStore, model: nn.Module) -> None:
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("shard_size", ["1GB", "60KB"], ids=["one-file", "shards"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "phi"])
-def test_loaded_weights_equal_the_saved_to_the_bit(
-    tmp_path: Path, model_type: str, shard_size: str, method: str
-) -> None:
+def test_loaded_weights_equal_the_saved_bits(tmp_path: Path, model_type: str, shard_size: str, method: str) -> None:
     model = save_tiny(tmp_path, model_type, max_shard_size=shard_size)
     assert (tmp_path / INDEX).exists() == (shard_size == "60KB")
     store, notices, _ = load(tmp_path, method=method)
     check_equal(store, model)
     assert notices == []
-
-
-def test_tensors_without_a_place_in_the_architecture_are_named(tmp_path: Path) -> None:
-    """DeepSeek's checkpoints have one more layer, which predicts further tokens."""
-    save_tiny(tmp_path, "llama")
-    change(tmp_path, lambda tensors: tensors.update({"model.layers.61.eh_proj.weight": torch.zeros(2)}))
-    assert load(tmp_path)[1] == [
-        "left out, for they have no place in this architecture: 1 of the files' tensors, model.layers.61.eh_proj.weight"
-    ]
 
 
 def test_bfloat16_file_and_float32_training(tmp_path: Path) -> None:
@@ -136,8 +125,6 @@ def test_weights_without_the_backbone_s_prefix(tmp_path: Path) -> None:
 # -- refused -------------------------------------------------------------------------------------------------------
 
 NAME = "model.layers.1.mlp.up_proj.weight"
-
-
 EXPERT, NORM = "model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.self_attn.q_norm.weight"
 TIED = {"tie_word_embeddings": True}
 
@@ -156,8 +143,8 @@ TIED = {"tie_word_embeddings": True}
         (None, lambda files: files.pop(EXPERT), {}, ("another shape than the architecture", "experts.down_proj")),
     ],
 )
-def test_files_that_do_not_go_with_the_configuration_are_refused_by_name(
-    tmp_path: Path, config: dict[str, Any] | None, damage: Callable[[Any], Any], said: dict[str, Any], words: Any
+def test_files_of_another_configuration_are_refused(
+    tmp_path: Path, config: Any, damage: Any, said: Any, words: Any
 ) -> None:
     save_tiny(tmp_path, "qwen3_moe" if config is None else tiny_config("llama", **config))
     change(tmp_path, damage)
@@ -233,12 +220,7 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -
     assert len(told) == 1 and "model.safetensors is read, as transformers does" in str(told[0]), told
     sorted(tmp_path.glob("model-0*.safetensors"))[0].unlink()  # nobody reads it
     assert torch.equal(load(tmp_path)[0].views[NAME], expected[NAME])
-
-
-def test_a_file_of_weights_that_the_configuration_names_is_refused(tmp_path: Path) -> None:
-    """transformers reads that file, in place of the usual one."""
-    save_tiny(tmp_path, "llama")
-    say(tmp_path, transformers_weights="other.safetensors")
+    say(tmp_path, transformers_weights="other.safetensors")  # which transformers reads in place of the usual one
     with pytest.raises(RefusedError, match=r"other\.safetensors"):
         resolve_model(str(tmp_path), revision=None, recipe_folder=tmp_path, offline=True)
 
@@ -302,7 +284,10 @@ def test_more_blocks_than_the_configuration_has_are_refused(tmp_path: Path) -> N
         notices(tmp_path)
     assert "4 blocks" in str(caught.value) and "num_hidden_layers" in str(caught.value)
     change(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2, 2)}))
-    assert any("left out" in text and "model.layers.3." in text for text in notices(tmp_path))
+    (told,) = notices(tmp_path)
+    assert told.startswith(
+        "left out, for they have no place in this architecture: 10 of the files' tensors, model.layers.3."
+    )
 
 
 def write_gguf(path: Path, architecture: str, num_blocks: int, tensors: dict[str, Any]) -> None:
@@ -347,9 +332,7 @@ def gguf_tensors(model: nn.Module) -> dict[str, Any]:
         ("token_types.weight", numpy.ones((2, 64), numpy.float32), None),
     ],
 )
-def test_what_of_a_gguf_file_is_not_read_is_said_or_refused(
-    tmp_path: Path, name: str, values: Any, answer: str | None
-) -> None:
+def test_what_of_a_gguf_file_is_not_read_is_said(tmp_path: Path, name: str, values: Any, answer: str | None) -> None:
     model = build_skeleton(tiny_config("llama"), torch.float32)
     write_gguf(tmp_path / "m.gguf", "llama", 3, {name: values, **gguf_tensors(model)})
     source = ModelSource("tiny", tmp_path, "m.gguf")
@@ -365,9 +348,7 @@ def test_what_of_a_gguf_file_is_not_read_is_said_or_refused(
 
 
 @pytest.mark.parametrize(("max_bytes", "most"), [(tensors.MAX_MAPPED_BYTES, 1), (50_000, 9)])
-def test_a_file_is_not_opened_for_every_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, most: int
-) -> None:
+def test_a_file_is_not_opened_for_every_weight(tmp_path: Path, monkeypatch: Any, max_bytes: int, most: int) -> None:
     """Opening reads the whole header: 49 s of processor time for a model of 500 layers of width 8, now 1.4 s."""
     model, opened = save_tiny(tmp_path, "llama"), []
     opening = tensors.open_shard
