@@ -29,15 +29,17 @@ def looped_lora(
     return looped(x, w, ends) + looped(low, b.transpose(1, 2), ends, scale)
 
 
-def with_gradients(product: Product, inputs: Sequence[torch.Tensor], *rest: object) -> list[torch.Tensor]:
-    """The result, and the gradient of each of `inputs` that wants one."""
+def with_gradients(
+    product: Product, inputs: Sequence[torch.Tensor], *rest: object, absolute: bool = False
+) -> list[torch.Tensor]:
+    """The result, and the gradient of each of `inputs` that wants one, of a random one or of its sizes alone."""
     leaves = [one.detach().clone(memory_format=torch.preserve_format) for one in inputs]
     for leaf, one in zip(leaves, inputs, strict=True):
         leaf.requires_grad_(one.requires_grad)
     result = product(*leaves, *rest)
     generator = torch.Generator().manual_seed(7)
     gradient = torch.randn(result.shape, generator=generator).to(torch.bfloat16)  # which every type holds exactly
-    result.backward(gradient.to(result.dtype))
+    result.backward((gradient.abs() if absolute else gradient).to(result.dtype))
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,7 @@ def capability(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 
 
 def compiled(
-    kernel: Any,
-    capability: int,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    aligned: Collection[str],
-    **options: int,
+    kernel: Any, capability: int, types: Mapping[str, str], constants: Mapping[str, Any], aligned: Any, **options: int
 ) -> Any:
     """For a card that need not be here; what is not named in `types` is an int32."""
     import triton
@@ -95,7 +90,6 @@ def spilled_bytes(found: Any, capability: int, folder: Path) -> int:
 
 
 def test_dropout_compiles(capability: int, tmp_path: Path) -> None:
-    """Nothing is spilled, and each thread reads and writes many bytes at a time."""
     from roundpipe_cli.kernels import pointwise_triton as kernels
 
     tensors = ("x", "out", "total", "product")

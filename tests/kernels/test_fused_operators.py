@@ -66,9 +66,7 @@ def test_lora_in_float32_agrees_within_rounding(shape: tuple[int, ...], r: int, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_lora_in_16_bit_is_no_further_from_float64_than_the_composed_operators(
-    dtype: torch.dtype, masked: bool
-) -> None:
+def test_lora_in_16_bit_is_no_further_from_float64_than_the_operators(dtype: torch.dtype, masked: bool) -> None:
     """Fewer results are rounded on the way; twice the error would do."""
     t = tensors((2, 40, 64), 16, out=48, dtype=dtype)
     exact = composed(in_float64(t), 2.0, masked=masked, biased=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.kernels.grouped_mm import AdaptedProduct, grouped_mm, grouped_outer
-from tests.kernels.groups import doubled, ends_of, error, looped, looped_lora, random, with_gradients
+from roundpipe_cli.kernels.grouped_mm import AdaptedProduct, grouped_mm
+from tests.kernels.groups import Product, doubled, ends_of, error, looped, looped_lora, random, with_gradients
 
 COUNTS = [3, 0, 6]
 
@@ -59,30 +61,33 @@ def allowed(exact: torch.Tensor, dtype: torch.dtype, cancelled: float = 1.0) -> 
 
 
 @INTERPRETED
-@pytest.mark.parametrize(
-    ("dtype", "width", "columns", "is_transposed"),
-    [
-        *((torch.float32, 40, 33, True), (torch.float16, 64, 128, True), (torch.bfloat16, 40, 90, False)),
-        *(pytest.param(dtype, 40, 33, True, marks=pytest.mark.sweep) for dtype in DTYPES[1:]),
-        pytest.param(torch.float32, 70, 150, False, marks=pytest.mark.sweep),
-        pytest.param(torch.bfloat16, 1, 16, False, marks=pytest.mark.sweep),
-    ],
+@given(
+    *(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(0, 20), st.integers(1, 70), st.integers(1, 70)),
+    *(st.sampled_from(DTYPES), st.booleans()),
 )
-def test_product_and_both_gradients(dtype: torch.dtype, width: int, columns: int, is_transposed: bool) -> None:
-    """Tails, whole tiles and two of them; weights as transformers has them (transposed views) and the other way round;
-    three rows belong to nobody."""
-    ends, rows = ends_of(UNEVEN), sum(UNEVEN) + 3
-    shape = (len(UNEVEN), columns, width) if is_transposed else (len(UNEVEN), width, columns)
+@example(UNEVEN, 3, 40, 33, torch.float32, True)
+@example(UNEVEN, 3, 64, 128, torch.float16, True)
+@example(UNEVEN, 3, 40, 90, torch.bfloat16, False)
+@settings(max_examples=8, deadline=None)
+def test_product_and_both_gradients(
+    counts: list[int], spare: int, width: int, columns: int, dtype: torch.dtype, is_transposed: bool
+) -> None:
+    """Tails, whole tiles and two of them; no rows at all, and rows that belong to nobody; weights as transformers has
+    them (transposed views) and the other way round."""
+    ends, rows = ends_of(counts), sum(counts) + spare
+    shape = (len(counts), columns, width) if is_transposed else (len(counts), width, columns)
     x, w = random(1, dtype, (rows, width), shape)
 
-    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return grouped_mm(x, w.transpose(1, 2) if is_transposed else w, ends, 0.5)
+    def by(product: Product, inputs: Sequence[torch.Tensor], absolute: bool = False) -> list[torch.Tensor]:
+        def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return product(x, w.transpose(1, 2) if is_transposed else w, ends, 0.5)
 
-    def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return looped(x, w.transpose(1, 2) if is_transposed else w, ends, 0.5)
+        return with_gradients(run, inputs, absolute=absolute)
 
-    for found, expected in zip(with_gradients(product, [x, w]), with_gradients(exact, doubled([x, w])), strict=True):
-        assert found.dtype == dtype and error(found, expected) <= allowed(expected, dtype)
+    sizes = by(looped, [one.abs().requires_grad_() for one in doubled([x, w])], absolute=True)
+    for found, expected, size in zip(by(grouped_mm, [x, w]), by(looped, doubled([x, w])), sizes, strict=True):
+        cancelled = float(size.norm()) / (float(expected.norm()) or 1.0)
+        assert found.dtype == dtype and error(found, expected) <= allowed(expected, dtype, cancelled)
         assert not found[expected == 0].any()  # nobody's rows, and weights of experts without any
 
 
@@ -106,31 +111,6 @@ def test_adapters_of_any_rank(dtype: torch.dtype, rank: int) -> None:
     assert len(found) == 4
     for one, expected, theirs in zip(found, exact, eager, strict=True):
         assert error(one, expected) <= max(1e-6, 1.1 * error(theirs, expected))
-
-
-@INTERPRETED
-@given(
-    counts=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    spare=st.integers(0, 20),
-    width=st.integers(1, 70),
-    columns=st.integers(1, 70),
-    dtype=st.sampled_from(DTYPES),
-)
-@settings(max_examples=8, deadline=None)
-def test_any_shapes(counts: list[int], spare: int, width: int, columns: int, dtype: torch.dtype) -> None:
-    """Also no rows at all, and rows that belong to no group."""
-    ends, rows = ends_of(counts), sum(counts) + spare
-    shapes = (rows, width), (len(counts), width, columns), (rows, columns)
-    x, w, gradient = (one.detach() for one in random(3, dtype, *shapes))
-    exact = looped(x.double(), w.double(), ends)
-    cancelled = float(looped(x.double().abs(), w.double().abs(), ends).norm()) / (float(exact.norm()) or 1.0)
-    assert error(grouped_mm(x, w, ends), exact) <= allowed(exact, dtype, cancelled)
-    left, right = (one[: sum(counts)].double().split(counts) for one in (x, gradient))
-    sums = torch.stack([one.t() @ other for one, other in zip(left, right, strict=True)])
-    found = grouped_outer(x, gradient, ends)
-    sizes = torch.stack([one.abs().t() @ other.abs() for one, other in zip(left, right, strict=True)])
-    cancelled = float(sizes.norm()) / (float(sums.norm()) or 1.0)
-    assert error(found, sums) <= allowed(sums, dtype, cancelled) and not found[torch.tensor(counts) == 0].any()
 
 
 @INTERPRETED
