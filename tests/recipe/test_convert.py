@@ -73,21 +73,17 @@ def test_a_text_that_would_read_as_a_reference_stays_text() -> None:
     assert load_text(text, "recipe.yaml").recipe.output_dir == "out/${run}"
 
 
+COLUMNS: dict[str, dict[str, str]] = {
+    "liked": {"prompt": "q", "query": "c", "chosen": "good", "rejected": "bad"},
+    "talks": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
+    "judged": {"prompt": "q", "response": "a", "kto_tag": "good"},
+    "judged_talks": {"messages": "talk", "kto_tag": "good"},
+    "texts": {"prompt": "text"},
+}
 TABLE_OF_PAIRS = {
-    "liked": {
-        **{"file_name": "l.json", "ranking": True},
-        "columns": {"prompt": "q", "query": "c", "chosen": "good", "rejected": "bad"},
-    },
-    "talks": {
-        **{"file_name": "t.json", "ranking": True, "formatting": "sharegpt"},
-        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
-    },
-    "judged": {"file_name": "j.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "good"}},
-    "judged_talks": {
-        **{"file_name": "k.json", "formatting": "sharegpt"},
-        "columns": {"messages": "talk", "kto_tag": "good"},
-    },
-    "texts": {"file_name": "c4.jsonl", "columns": {"prompt": "text"}},
+    name: {"file_name": f"{name}.jsonl", "columns": columns, "ranking": "rejected" in columns}
+    | ({"formatting": "sharegpt"} if "messages" in columns else {})
+    for name, columns in COLUMNS.items()
 }
 _OF_PAIRS = f"dataset_dir: {json.dumps(TABLE_OF_PAIRS)}"
 
@@ -117,9 +113,8 @@ def test_what_becomes_of_a_file(case: dict[str, Any]) -> None:
         assert look_up(result.recipe, key) == value, key
     assert sorted(lacks) == sorted(case.get("left_out", lacks)) and {*case.get("lacks", ())} <= {*lacks}
     assert {*case.get("told", ())} <= {*lacks, *result.without_effect}
-    assert {*case.get("idle", ())} <= {*result.without_effect} and not {*case.get("not_idle", ())} & {
-        *result.without_effect
-    }
+    idle = {*result.without_effect}
+    assert {*case.get("idle", ())} <= idle and not {*case.get("not_idle", ())} & idle
     said = " ".join((*result.notes, *result.changes))
     assert all(re.search(one, said) for one in case.get("said", ()))
     assert not any(re.search(one, said) for one in case.get("unsaid", ()))
@@ -138,11 +133,8 @@ def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str
         found = look_up(result.recipe["datasets"][0], rest) if rest else look_up(result.recipe, key)
         assert found == value, key
     assert {entry.key for entry in result.left_out} <= {"template"}
-    stray = {"pref_beta", "ppo_epochs", "rl_beta", "simpo_gamma"} & set(
-        lines.replace("{", " ").replace(":", " ").split()
-    )
-    if not recipe.scores_answers:
-        assert stray <= set(result.without_effect)
+    stray = {"pref_beta", "ppo_epochs", "rl_beta", "simpo_gamma"} & set(re.findall(r"\w+", lines))
+    assert recipe.scores_answers or stray <= set(result.without_effect)
 
 
 def test_gpus_that_share_rows_do_not_multiply_them() -> None:
@@ -209,8 +201,7 @@ SAMPLES: dict[str, Any] = {
     **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090", "kernels": "reference", "deterministic": True},
     **{"lora.r": 2, "lora.alpha": 2, "lora.dropout": 0.1, "lora.target_modules": ["q"], "lora.use_dora": True},
     **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
-    **{"lora.start_from": "adapter", "hub_model_id": "me/mine"},
-    "chat_template_kwargs": {"enable_thinking": False},
+    **{"lora.start_from": "adapter", "hub_model_id": "me/mine", "chat_template_kwargs": {"enable_thinking": False}},
     "add_tokens": ["<a>"],
 }
 """A value for each recipe key that a training file of another tool may have, under its own or another name."""
@@ -239,12 +230,9 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
         if "." in key or key == "label_smoothing":
             continue  # sections are the recipe's own; label_smoothing is of TRL's DPO
         value = SAMPLES[target]
-        together = {
-            "use_peft": target.startswith("lora.") or target in NEEDS_ADAPTERS,
-            key: value,
-            "dataset_test_split": "test",
-            "push_to_hub": target == "hub_model_id",
-        }
+        has_adapters = target.startswith("lora.") or target in NEEDS_ADAPTERS
+        together = {"use_peft": has_adapters, key: value, "dataset_test_split": "test"}
+        together |= {"push_to_hub": target == "hub_model_id"}
         together |= {"optim": "sgd"} if target == "sgd_momentum" else {}
         together |= {"eval_strategy": "steps"} if target in NEEDS_EVALUATION else {}
         result = converted("trl", json.dumps(together))
@@ -292,19 +280,16 @@ def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str
         convert_file(EXAMPLES["axolotl_qlora"].text.encode(), "a.yaml", objective=objective)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "expected"),
-    [
+def test_endless_values_are_no_bug(tmp_path: Path) -> None:
+    """Story: fuzzing found a number of 5,000 digits, and a folder's name of 1,000 letters, called a bug of ours."""
+    text = "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: one\n"
+    for line, code, expected in (
         (f"cutoff_len: {'9' * 5000}_0", 0, "left out: cutoff_len"),
         (f"dataset_dir: {'x' * 300}", 2, "a path is longer than any can be"),
         (f"dataset_dir: {'x/' * 2040}", 2, "the table of datasets cannot be read"),
-    ],
-)
-def test_endless_values_are_no_bug(tmp_path: Path, line: str, code: int, expected: str) -> None:
-    """Story: fuzzing found a number of 5,000 digits, and a folder's name of 1,000 letters, called a bug of ours."""
-    text = f"model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: one\n{line}\n"
-    (tmp_path / "a.yaml").write_text(text)
-    assert expected in said("convert", str(tmp_path / "a.yaml"), "--from", "LLaMA_Factory", code=code)[1]
+    ):
+        (tmp_path / "a.yaml").write_text(f"{text}{line}\n")
+        assert expected in said("convert", str(tmp_path / "a.yaml"), "--from", "LLaMA_Factory", code=code)[1]
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +350,7 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("kinds", "packing"), [(["conv", "full_attention"], "auto"), (["full_attention"] * 2, True), (None, True)]
 )
-def test_packing_is_left_to_the_run_where_the_model_may_not_pack(
+def test_packing_is_left_to_the_run_where_the_model_may_not(
     tmp_path: Path, kinds: list[str] | None, packing: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`packing: true` was written for any model, and `finetune` then refused the recipe. `kinds`: of the blocks, as the
@@ -400,7 +385,6 @@ def test_packing_is_left_to_the_run_where_the_model_may_not_pack(
     ],
 )
 def test_a_file_of_another_kind_is_told_what_it_is(tmp_path: Path, name: str, text: str, told: str) -> None:
-    """A notebook and a file of torchtune got no way on."""
     (tmp_path / name).write_text(text)
     err = said("convert", str(tmp_path / name), code=2)[1]
     assert "no training file" in err and told in err and "hint: " in err

@@ -91,23 +91,10 @@ def test_a_missing_recipe_names_the_places_tried(tmp_path: Path, monkeypatch: py
 
 def test_overrides(tmp_path: Path) -> None:
     file = write(tmp_path, SMALLEST + "lora: {alpha: 64}\n")
-    recipe = load_recipe(
-        file,
-        [
-            "lora.r=32",
-            "pipeline.devices=[cpu,cpu]",
-            "datasets[0].path=a=b.jsonl",
-            "datasets.0.split=train[:5]",
-            "learning_rate=1e-5",
-            "warmup_steps=7",
-            "datasets[0].columns={prompt: question, completion: answer}",
-            "seed=1",
-            "seed=2",
-            "pipeline.forward_stages=[[0, 3], [4, 7]]",
-            "pipeline.backward_stages=[[8, 9], [4, 7], [0, 3]]",
-            "lora={dropout: 0.5}",
-        ],
-    ).recipe
+    words = "lora.r=32", "pipeline.devices=[cpu,cpu]", "datasets[0].path=a=b.jsonl", "datasets.0.split=train[:5]"
+    words += "learning_rate=1e-5", "warmup_steps=7", "datasets[0].columns={prompt: question, completion: answer}"
+    words += "seed=1", "seed=2", "lora={dropout: 0.5}", "pipeline.forward_stages=[[0, 3], [4, 7]]"
+    recipe = load_recipe(file, [*words, "pipeline.backward_stages=[[8, 9], [4, 7], [0, 3]]"]).recipe
     assert recipe.lora == LoraConfig(r=32, alpha=64.0, dropout=0.5)
     assert recipe.pipeline.devices == ("cpu", "cpu")
     columns = {"prompt": "question", "completion": "answer"}
@@ -131,20 +118,11 @@ def test_an_override_is_taken_as_it_was_typed(tmp_path: Path, typed: str) -> Non
     assert load_recipe(write(tmp_path, resolved_yaml(recipe), "again.yaml")).recipe == recipe
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("seed=3 ", 3),
-        ("seed = 3", 3),
-        ("learning_rate=3e-4\r", 3e-4),
-        ("revision=null", None),
-        ("revision='null'", "null"),
-        ('revision="a: b"', "a: b"),
-        ("revision=a\r", "a"),
-        ("report_to= [tensorboard] ", ("tensorboard",)),
-        ("lora={r: 4}", LoraConfig(r=4)),
-    ],
-)
+@pytest.mark.parametrize(("override", "expected"), [
+    ("seed=3 ", 3), ("seed = 3", 3), ("learning_rate=3e-4\r", 3e-4), ("revision=null", None), ("revision=a\r", "a"),
+    ("revision='null'", "null"), ('revision="a: b"', "a: b"), ("report_to= [tensorboard] ", ("tensorboard",)),
+    ("lora={r: 4}", LoraConfig(r=4)),
+])  # fmt: skip
 def test_lists_words_and_quoted_texts_of_overrides_are_yaml(tmp_path: Path, override: str, expected: Any) -> None:
     recipe = load_recipe(write(tmp_path, SMALLEST), [override]).recipe
     assert getattr(recipe, override.partition("=")[0].strip()) == expected
@@ -154,9 +132,8 @@ def test_a_key_is_removed_by_a_tilde(tmp_path: Path) -> None:
     """Its default is in force again; what is wrong with a removed key is no mistake, and lists close up."""
     datasets = "datasets:\n  - {path: rows.jsonl}\n  - {path: other.jsonl, typ: chat}\n  - {path: last.jsonl}\n"
     file = write(tmp_path, f"model: some/model\n{datasets}lora: {{r: 3, rr: 4}}\nnum_epochs: 3\nseed: x\n")
-    recipe = load_recipe(
-        file, ["~datasets[1]", "datasets[1].split=test", "~lora.rr", "~num_train_epochs", "~seed"]
-    ).recipe
+    words = "~datasets[1]", "datasets[1].split=test", "~lora.rr", "~num_train_epochs", "~seed"
+    recipe = load_recipe(file, words).recipe
     assert [(entry.path, entry.split) for entry in recipe.datasets] == [("rows.jsonl", "train"), ("last.jsonl", "test")]
     assert recipe.lora.r == 3 and recipe.num_train_epochs == 1 and recipe.seed == 42
     assert load_recipe(file, ["~datasets[1]", "~lora", "~seed"]).recipe.lora == LoraConfig()
@@ -205,31 +182,29 @@ wandb_project:
     assert all("mine.yaml:" in notice for notice in loaded.notices)
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("method: qlora", {"method": "lora", "load_in_4bit": True}),
-        ("method: QLoRA\nload_in_4bit: true", {"method": "lora", "load_in_4bit": True}),
-        ("use_liger_kernel: true", {"kernels": "auto"}),
-        ("freeze_vision_tower: true", {}),
-        ("rl: dpo", {"objective": "dpo", "learning_rate": 5e-6}),
-        ("stage: pt", {"objective": "sft"}),
-    ],
-)
-def test_words_of_other_trainers_are_read(tmp_path: Path, line: str, expected: dict[str, Any]) -> None:
-    loaded = load_recipe(write(tmp_path, SMALLEST + line + "\n"))
-    assert {key: getattr(loaded.recipe, key) for key in expected} == expected
-    assert loaded.notices and all("mine.yaml:4: " in notice for notice in loaded.notices)
-    assert load_recipe(write(tmp_path, SMALLEST), line.replace(": ", "=").split()).recipe == loaded.recipe
+def test_words_of_other_trainers_are_read(tmp_path: Path) -> None:
+    for line, expected in {
+        **dict.fromkeys(
+            ("method: qlora", "method: QLoRA\nload_in_4bit: true"), {"method": "lora", "load_in_4bit": True}
+        ),
+        **{
+            "use_liger_kernel: true": {"kernels": "auto"},
+            "freeze_vision_tower: true": {},
+            "stage: pt": {"objective": "sft"},
+        },
+        "rl: dpo": {"objective": "dpo", "learning_rate": 5e-6},
+    }.items():
+        loaded = load_recipe(write(tmp_path, SMALLEST + line + "\n"))
+        assert {key: getattr(loaded.recipe, key) for key in expected} == expected
+        assert loaded.notices and all("mine.yaml:4: " in notice for notice in loaded.notices)
+        assert load_recipe(write(tmp_path, SMALLEST), line.replace(": ", "=").split()).recipe == loaded.recipe
 
 
 def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
     """Story: `method=full` under a recipe without a rate trained all weights at 2e-4, and pairs too."""
     rates = {
-        "": (2e-4, "LoRA"),
-        "method=lora load_in_4bit=true": (2e-4, "LoRA"),
-        "method=full": (1e-5, "full fine-tuning"),
-        "objective=dpo": (5e-6, "preference pairs"),
+        **{"": (2e-4, "LoRA"), "method=lora load_in_4bit=true": (2e-4, "LoRA")},
+        **{"method=full": (1e-5, "full fine-tuning"), "objective=dpo": (5e-6, "preference pairs")},
         "objective=orpo method=full": (5e-6, "preference pairs"),
     }
     for words, (rate, kind) in rates.items():
@@ -249,23 +224,16 @@ def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
     assert reference.method == "full" and reference.learning_rate == 1e-5
 
 
-@pytest.mark.parametrize(
-    ("words", "tokens", "packing"),
-    [
-        ("", "auto", "auto"),
-        ("micro_batch_size=1", None, "auto"),
+def test_microbatches_are_filled_unless_their_rows_are_given(tmp_path: Path) -> None:
+    for words, tokens, packing in (
+        *(("", "auto", "auto"), ("micro_batch_size=1", None, "auto")),
+        *(("pipeline.sequence_chunks=4", "auto", "auto"), ("pipeline.sequence_chunks=1", "auto", "auto")),
         ("per_device_train_batch_size=2 packing=false", None, False),
         ("micro_batch_size=2 micro_batch_tokens=8192", 8192, "auto"),
-        ("pipeline.sequence_chunks=4", "auto", "auto"),
-        ("pipeline.sequence_chunks=1", "auto", "auto"),
-    ],
-)
-def test_microbatches_are_filled_unless_their_rows_are_given(
-    tmp_path: Path, words: str, tokens: Any, packing: Any
-) -> None:
-    recipe = load_recipe(write(tmp_path, SMALLEST), words.split()).recipe
-    assert (recipe.micro_batch_tokens, recipe.packing) == (tokens, packing)
-    assert load_recipe(write(tmp_path, resolved_yaml(recipe), "again.yaml")).recipe == recipe
+    ):
+        recipe = load_recipe(write(tmp_path, SMALLEST), words.split()).recipe
+        assert (recipe.micro_batch_tokens, recipe.packing) == (tokens, packing)
+        assert load_recipe(write(tmp_path, resolved_yaml(recipe), "again.yaml")).recipe == recipe
 
 
 def test_an_override_wins_over_an_alias_in_the_file(tmp_path: Path) -> None:
@@ -322,17 +290,16 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
         resolve_path("x" * 5000, work)
 
 
-def test_a_key_that_recipes_once_had_is_left_out_where_it_is_off(tmp_path: Path) -> None:
-    loaded = load_recipe(write(tmp_path, SMALLEST + "fp8_products: false\n"))
-    assert "fp8_products: false changes nothing here" in loaded.notices[0]
-    loaded = load_recipe(write(tmp_path, SMALLEST + "pipeline: {optimizer_staleness: 0}\n"))
-    assert "pipeline.optimizer_staleness: 0 changes nothing here" in loaded.notices[0]
+def test_keys_that_do_nothing_are_noticed(tmp_path: Path) -> None:
+    """Adapters' with full fine-tuning; and one that recipes once had, where it is off."""
+    for lines, said in (
+        ("method: full\nlora: {r: 8}", "lora: not used, since method is full"),
+        ("fp8_products: false", "fp8_products: false changes nothing here"),
+        ("pipeline: {optimizer_staleness: 0}", "pipeline.optimizer_staleness: 0 changes nothing here"),
+    ):
+        (notice,) = load_recipe(write(tmp_path, f"{SMALLEST}{lines}\n")).notices
+        assert said in notice
     assert not set(REMOVED) & {*known_keys(Recipe), *ALIASES} and not any(map(answer_of, REMOVED))
-
-
-def test_lora_keys_with_full_fine_tuning_are_noticed(tmp_path: Path) -> None:
-    loaded = load_recipe(write(tmp_path, SMALLEST + "method: full\nlora: {r: 8}\n"))
-    assert loaded.notices == ("lora: not used, since method is full",)
 
 
 def test_loading_imports_no_torch() -> None:
