@@ -498,8 +498,7 @@ def test_a_hub_that_is_gone(hub: ModelHub, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_hub_is_refused(hub: ModelHub, tmp_path: Path, listing: bytes | None) -> None:
-    """Story: a proxy's page of another form was "a bug of roundpipe", and bytes came to lie where a file's ETag led,
-    anywhere on the disk (None)."""
+    """Story: a proxy's page was "a bug of roundpipe", and bytes came to lie where a file's ETag led (None)."""
     hub.listing, hub.etag = listing, None if listing else f"../../../../..{tmp_path}/outside"
     done = download(hub, tmp_path).expect(2)
     assert done.err.count("error: ") == 1 and "what answers in the hub's place is no hub" in done.err

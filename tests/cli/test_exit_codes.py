@@ -68,8 +68,7 @@ def test_no_more_threads_or_processes_is_exit_5(tmp_path: Path, start: Callable[
 
 
 def test_a_folder_that_is_held_or_holds_a_run_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
-    """Loading what the refusal of a second run does not need took 7 s of processor time; imports for later checks took
-    3.4 times that of `--help`."""
+    """Imports that the refusal does not need took 7 s of processor time."""
     (tmp_path / "recipe.yaml").write_text("model: m\ndatasets: [{path: rows.jsonl}]\noutput_dir: out\n")
     lock = tmp_path / "out" / ".roundpipe.lock"
     lock.parent.mkdir()
@@ -203,8 +202,7 @@ def test_no_bar_of_a_library_is_drawn() -> None:
     ],
 )
 def test_a_device_or_host_without_memory_is_no_bug_of_ours(ask: Callable[[], object]) -> None:
-    """It was one in `generate`, with a hint to report it. Workers on the processor, whose step can be computed again
-    with less, did not know torch's error."""
+    """It was one in `generate`; workers on the processor did not know torch's error."""
     error = explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"))
     assert error.exit_code == 5 and "--batch-size" in str(error) and "more" not in str(error)
     with pytest.raises((RuntimeError, MemoryError, OSError)) as caught:

@@ -163,8 +163,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
 
 
 def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: only the first file was. A folder with a file of pairs got a recipe that `data` refused, and of a set on
-    the hub the recipe was written as if its rows were known."""
+    """Story: of a folder with a file of pairs, and of a set on the hub, a recipe was written that `data` refused."""
     folder = tmp_path / "rows"
     folder.mkdir()
     for name in ("a", "b"):

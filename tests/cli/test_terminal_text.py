@@ -192,8 +192,7 @@ def test_plan_and_bench_use_colour_on_a_terminal(command: str, tmp_path: Path) -
 )
 @pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.sweep)])
 def test_tables_fit_a_narrow_terminal(words: tuple[str, ...], columns: int, tmp_path: Path) -> None:
-    """Rows of `recipes ls` and `plan --compare` took two lines each at 60 columns, and the terminal cut words of
-    `recipes keys` at its edge."""
+    """Story: rows took two lines each at 60 columns, and the terminal cut words of `recipes keys` at its edge."""
     shown = re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(tmp_path, columns, *words, NO_COLOR="1"))
     lines = [line for line in shown.splitlines() if not line.startswith(("reading", "notice", "  /", "an example"))]
     assert len(lines) >= 5 and max(map(len, lines)) <= columns, shown

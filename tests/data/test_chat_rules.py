@@ -69,8 +69,7 @@ def test_a_masked_thought_has_its_marks(template: str, messages: list[dict[str, 
 
 
 def test_marks_of_thoughts_are_known_by_the_template() -> None:
-    """Around nothing, they stayed trained unless they were `<think>`; behind a thought, unless they looked like an
-    end. An empty answer was not trained where turns have two end tokens."""
+    """Around nothing they stayed trained unless they were `<think>`; behind a thought, unless like an end."""
     marks = ("[THINK]", "[/THINK]"), ("<|h|>thought\n", "<h|>"), ("<think>\n", "\n</think>\n\n"), ("<|h|>", "<|x|>")
     for opens, closes in marks:
         end = "<|e|>\n</s>"
@@ -231,8 +230,7 @@ def test_an_end_of_two_tokens_is_one_end() -> None:
 @pytest.mark.parametrize("result", ["3", ""])
 @pytest.mark.parametrize("content", ["So.", ""])
 def test_results_inside_the_models_turn_are_not_trained(content: str, result: str) -> None:
-    """The mark of the result was trained where the content, or the result, was empty, or the call ended without a
-    special token; the end of the turn was not, behind an empty content."""
+    """The mark of a result was, where content or result was empty, or a call ended without a special token."""
     named = GEMMA4.replace("{%- if not m.tool_calls %}{{- '<|e|>' }}{%- endif %}", "{{- '<|e|>' }}")
     bare = named.replace("c.function.name + '=' + messages", "messages")
     for template, name in ((named, "addup="), (bare, ""), (bare.replace("'}<c|>'", "'}'"), "")):

@@ -97,10 +97,7 @@ BARE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", BARE)
 def test_optional_columns_are_found_in_every_row(tmp_path: Path, name: str) -> None:
-    """Story: they were looked for in the first row's columns, so a later row with a system prompt was refused.
-
-    A row among others is read as it is alone, in any order, in the first chunk and behind it.
-    """
+    """Story: they were looked for in the first row alone. A row is read as it is alone, in any order and chunk."""
     bare, beside = BARE[name]
     rows = [{key: value for key, value in {**bare, **more}.items() if value is not None} for more in beside]
     tokenizer, example = byte_tokenizer(template=TOOLS_TEMPLATE), "pair" if name == "preference" else "answer"
@@ -304,8 +301,7 @@ def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
 
 
 def test_columns_of_the_recipe_are_used(tmp_path: Path) -> None:
-    """The chosen answers alone, or a system prompt under another name, also where only a later row has it; the notice
-    names what any of the first rows has."""
+    """The chosen answers alone, or a system prompt under another name, also where only a later row has it."""
     tokenizer, pair = byte_tokenizer(), {"q": "Hi", "chosen": "Yo", "rejected": "No"}
     path = write_rows(tmp_path / "x.jsonl", [pair, {**pair, "role": "Be brief."}])
     dataset = build(path, tokenizer, columns={"prompt": "q", "completion": "chosen", "system": "role"})

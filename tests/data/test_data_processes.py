@@ -167,8 +167,7 @@ def test_a_process_that_is_killed_while_it_answers_is_one_error(monkeypatch: pyt
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_free_process_gets_the_next_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Story: processes that were done waited for the oldest chunk. Four for each are given out, and results and errors
-    come in the order of the chunks; behind an error nothing is read."""
+    """Story: it waited for the oldest chunk. Four for each are given out; results and errors come in their order."""
     num_ahead = 2 * processes.CHUNKS_AHEAD
     awaited = tmp_path / str(3 if fails else num_ahead - 1)
 

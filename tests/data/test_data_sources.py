@@ -491,8 +491,7 @@ ENDS = "ended its process" if at_least("pyarrow", "26") else "cannot be applied 
     [(b"question", b"quesuion", "cannot read the parquet file"), (b"\x15\x0c", b"\x15\x04", ENDS)],
 )
 def test_a_damaged_parquet_head_is_one_error(tmp_path: Path, found: bytes, put: bytes, said: str) -> None:
-    """Story: a column under another name than the schema's was a KeyError, "a bug of roundpipe"; one of texts that says
-    it is of numbers ended the whole program by SIGABRT, without a word (pyarrow 16 finds that itself)."""
+    """Story: it was a KeyError, or ended the whole program by SIGABRT without a word (pyarrow 16 finds that itself)."""
     path, refused = tmp_path / "x.parquet", []
     pyarrow.parquet.write_table(pyarrow.table({"question": ["hello"] * 50}), path)
     whole = path.read_bytes()

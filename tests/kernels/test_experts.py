@@ -151,8 +151,7 @@ def by_kernel(mlp: nn.Module) -> nn.Module:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("model_type", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "full")])
 def test_a_block_agrees_with_transformers_and_peft(model_type: str, method: str) -> None:
-    """Float32 within 1e-5 of their own modules; bfloat16 within twice their error against float64. gpt-oss holds its
-    experts the other way round, with biases."""
+    """Float32 within 1e-5; bfloat16 within twice their error. gpt-oss holds experts the other way, with biases."""
     rig = make_rig(model_type, method, dtype=BF16, lora_rank=3, num_hidden_layers=1)
     hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(2)).to(BF16)
     exact, chosen = run(block_of(rig, torch.float64), hidden.double())

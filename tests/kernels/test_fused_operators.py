@@ -86,8 +86,7 @@ def test_an_input_without_a_gradient_has_none_and_other_strides_do() -> None:
 
 @pytest.mark.parametrize("draw", [None, DRAW], ids=["whole", "dropped"])
 def test_what_is_launched_and_kept(draw: Draw | None) -> None:
-    """Three products forward and five backward, one launch more where inputs are dropped; kept are x, the product with
-    A and the weights, and no mask. Dropping took 58 launches forward and two more backward."""
+    """One launch more where inputs are dropped; kept are x, the product with A and the weights, and no mask."""
     more = 0 if draw is None else 1
     t = tensors((1, 16, 8), 4, out=6)
     kept: list[torch.Tensor] = []

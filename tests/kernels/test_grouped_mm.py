@@ -72,8 +72,7 @@ def allowed(exact: torch.Tensor, dtype: torch.dtype, cancelled: float = 1.0) -> 
 def test_product_and_both_gradients(
     counts: list[int], spare: int, width: int, columns: int, dtype: torch.dtype, is_transposed: bool
 ) -> None:
-    """Tails, whole tiles and two of them; no rows at all, and rows that belong to nobody; weights as transformers has
-    them (transposed views) and the other way round."""
+    """Tails, whole tiles and two of them; no rows, and rows of nobody; weights that are transposed views, and not."""
     ends, rows = ends_of(counts), sum(counts) + spare
     shape = (len(counts), columns, width) if is_transposed else (len(counts), width, columns)
     x, w = random(1, dtype, (rows, width), shape)

@@ -51,8 +51,7 @@ def check(shape: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> None:
     ("shape", "dtype"), [((), F32), ((0, 3), torch.bfloat16), ((7,), torch.float16), ((2, COLUMNS + 5), F32)], ids=str
 )
 def test_dropout_of_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Nothing, less than a program, and more rows than a program has, the last of them short. The numbers of 65,536
-    columns are a function of their place, not a table."""
+    """Nothing, less than a program, and more rows than one has; 65,536 columns' numbers are a function, not a table."""
     check(shape, Draw(0xF123456789ABCDEF, 0.9), dtype)
 
 
@@ -125,8 +124,7 @@ def test_cross_entropy_moves_each_logit_in_and_out_once() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "group", "per_byte"), [((3, 64), 32, 2), ((9, 192), 64, 1), ((2, 1600), 1600, 1)])
 def test_codes_with_scales(shape: tuple[int, int], group: int, per_byte: int, dtype: torch.dtype) -> None:
-    """The kernel has the bits of the processor's tables: exponents of MXFP4, also where products overflow or vanish;
-    a scale for some columns, and for a row, of FP8."""
+    """Bits of the processor's tables: MXFP4's exponents, also where products overflow; FP8's blocks and rows."""
     generator, count = torch.Generator().manual_seed(0), shape[0] * shape[1]
     codes = torch.randint(0, 127, (count // per_byte,), generator=generator).to(torch.uint8)
     scales = torch.rand(count // group, generator=generator)

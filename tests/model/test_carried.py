@@ -60,8 +60,7 @@ def test_other_models_that_were_refused_for_their_arguments(model_type: str) -> 
 
 
 def test_compressed_keys_mix_packed_rows() -> None:
-    """The masks are right, and yet a row sees the one before it: only numbers tell, and they are compared without the
-    dropout that other shapes would draw in another way."""
+    """The masks are right, and yet a row sees the one before it: only numbers tell, compared without dropout."""
     model = build_skeleton(tiny_config_of("deepseek_v4", attention_dropout=0.1), torch.float32)
     with pytest.raises(RefusedError, match="packed rows"):
         prove(model, split_model(model), packing=True)
@@ -97,10 +96,7 @@ SHARED_KEYS = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shar
     ],
 )
 def test_results_that_the_next_block_reads_travel_along(model_type: str, changes: Any, dtype: torch.dtype) -> None:
-    """Story: zaya hands its router's states on, hy_v4 the numbers of the keys that it chose; both were refused.
-
-    zaya's hidden states are float32 in a model in bfloat16, and are cast before its last norm.
-    """
+    """Story: zaya's router's states and hy_v4's chosen keys were refused. Its hidden states are float32, cast last."""
     model = build_skeleton(tiny_config_of(model_type, **changes), dtype)
     split = split_model(model)
     assert split.handed and split.casts_tail == (model_type == "zaya" and dtype == BF16)
@@ -216,8 +212,7 @@ ROUTER = "model.layers.1.mlp.gate.weight"
 
 
 def test_the_engine_trains_them_as_the_model_s_own_code_does() -> None:
-    """Story: full fine-tuning of Ernie 4.5 in bfloat16 ended in an internal error, and so would DeepSeek's have with
-    transformers 5.24: a layer's trainable parameters had one dtype."""
+    """Story: full fine-tuning of Ernie 4.5 in bfloat16 ended in an internal error: a layer had one dtype."""
     assert errors("ernie4_5_moe", dtype=BF16) < 1e-5
 
 

@@ -100,8 +100,7 @@ def test_random_functions_follow_the_seed_alone(name: str) -> None:
 
 
 def test_distributions() -> None:
-    """Mean and deviation as torch documents them, within five standard errors or so; `neftune_noise_alpha` as NEFTune's
-    paper does."""
+    """Mean and deviation as torch documents them, within five standard errors; `neftune_noise_alpha` as its paper."""
     draws: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], float, float], ...] = (
         *((lambda x: x.uniform_(-1, 3), 1.0, 4 / math.sqrt(12)), (lambda x: x.normal_(0.5, 2), 0.5, 2.0)),
         *((lambda x: x.exponential_(0.5), 2.0, 2.0), (lambda x: x.bernoulli_(0.2), 0.2, 0.4)),
@@ -188,8 +187,7 @@ DRAWING: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("case", DRAWING)
 def test_blocks_that_draw_are_seeded_whatever_draws(case: str) -> None:
-    """Only names with "drop" in them were looked for: a router's jitter came from the global generator, forward and
-    recompute each with its own. Blocks that draw nothing, or by our operators alone, are watched in the first step."""
+    """Story: a router's jitter had other numbers in the recompute. Blocks that draw nothing are watched for a step."""
     model_type, method, changes, blocks_draw = DRAWING[case]
     rig = make_rig(model_type, method, **changes)
     microbatches, schedule = random_microbatches([(2, 8), (1, 5)]), schedule_for(rig, 2, 2)
@@ -226,10 +224,7 @@ def test_an_adapter_of_the_head_drops_by_the_seed() -> None:
 
 
 def test_a_model_that_leaves_out_layers_is_refused() -> None:
-    """It failed in a step that happened to leave one out, or trained without the last ones.
-
-    What a configuration says of it is set to 0 at load; this is of a model whose own code asks for it.
-    """
+    """Whose own code asks for it; what a configuration says of it is set to 0 at load."""
     model = build_skeleton(tiny_config("opt"), torch.float32)
     model.get_submodule("model.decoder").layerdrop = 0.1  # type: ignore[assignment]
     with pytest.raises(SplitRefusedError, match="leaves blocks out") as caught:

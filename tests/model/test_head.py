@@ -109,8 +109,7 @@ def products_in_float32() -> Iterator[None]:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("is_capped", [False, True])
 def test_gradients_of_the_heads_matrix_are_added_up_unrounded(is_capped: bool, in_place: bool) -> None:
-    """Each chunk's was written in 16 bit, then added; logits that are capped keep that way. Gradients written over
-    logits gave these another backward, which copied them all and was no product."""
+    """Each chunk's was written in 16 bit, then added; capped logits keep that way. No gradient is copied."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 40, 16, generator=generator).bfloat16()
     weight = torch.nn.Parameter(torch.randn(50, 16, generator=generator).bfloat16())

@@ -278,8 +278,7 @@ def test_what_was_not_proven_is_told(llama: tuple[nn.Module, ModelSplit], monkey
 
 
 def test_an_error_is_that_from_the_nearer_of_float32_and_float64() -> None:
-    """Story: Blenderbot with LoRA was refused on one machine for 1.3e-5 and accepted on another, Apertus and xLSTM were
-    not fused: model and engine both round, and one is judged by the other's rounding."""
+    """Story: Blenderbot with LoRA was refused on one machine for 1.3e-5: model and engine both round."""
     found = parity._smaller(
         {"a": 1.3e-5, "b": 2e-6, "c": float("nan"), "d": 1.0}, {"a": 8e-6, "b": 4e-6, "c": 1e-7, "d": float("nan")}
     )

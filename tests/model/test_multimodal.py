@@ -108,8 +108,7 @@ ALWAYS = ("gemma3", "gemma4", "mistral3", "qwen3_5_moe")
     "model_type", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.sweep]) for name in wrapper_types()]
 )
 def test_the_first_loss_is_transformers_own(tmp_path: Path, model_type: str) -> None:
-    """Of files that hold an LM head which is not the embedding. Story: where the outer class ties by default (mistral3,
-    lighton_ocr, aya_vision and 20 others) the head was dropped."""
+    """Story: of files with an LM head of its own it was dropped where the outer class ties by default (23 types)."""
     if model_type in OWN_FAILS:
         pytest.skip(OWN_FAILS[model_type])
     try:

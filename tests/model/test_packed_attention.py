@@ -147,8 +147,7 @@ def newer(*inputs: Any, enable_gqa: bool = False, **more: Any) -> torch.Tensor:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kernel", [None, varlen_by_its_documentation, newer, substitute])
 def test_rows_give_the_numbers_of_the_mask(window: int | None, start: int, kernel: Any, monkeypatch: Any) -> None:
-    """Each row by itself (None), or all at once where a GPU has the kernel: the arguments that it is given, by what the
-    documentation says they mean; and what stands for it."""
+    """Each row by itself (None), or all at once by what stands for a GPU's kernel: documented or simulated."""
     monkeypatch.setattr(attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     rows, more = packed_rows(window, start), {"scaling": 0.3}
@@ -211,8 +210,7 @@ def test_which_gpus_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_step_gives_the_numbers_of_masks(model_type: str, packed: bool) -> None:
-    """Plain and sliding-window models, and experts. gemma2's own attention keeps its mask. Of rows longer than a window
-    a mask of all pairs was made on the host for each microbatch, and uploaded by each worker."""
+    """gemma2's own attention keeps its mask. Rows longer than a window had one of all pairs for each microbatch."""
     rows = random_microbatches([(1, 16), (1, 16)] if packed else [(2, 9), (1, 14)])
     if packed:
         places = positions(((6, 1, 9),)), positions(((11, 5),))
@@ -257,8 +255,7 @@ class Largest(TorchDispatchMode):
     ("model_type", "window", "rows"), [("llama", None, 8), ("gemma3_text", 128, 8), ("mistral", 128, 1)]
 )
 def test_long_sequences_have_no_tensor_of_all_pairs(model_type: str, window: int | None, rows: int) -> None:
-    """4,096 tokens, whose pairs are 16 million: masks were refused beyond 23,170 tokens, and of 40,960 would have been
-    1.7 GB. Also of one row through a window of 128: 0.3 CPU seconds a microbatch of 8,192."""
+    """4,096 tokens have 16 million: masks were refused beyond 23,170. Also of one row through a window of 128."""
     changes = {} if window is None else {"sliding_window": window}
     rig = make_rig(model_type, "full", num_hidden_layers=2, max_position_embeddings=65536, **changes)
     views, trained = rig.store.views, rig.store.trainable_names

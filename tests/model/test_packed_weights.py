@@ -86,8 +86,7 @@ def test_nothing_is_compiled_for_a_weight_of_odd_width(kind: Any, monkeypatch: p
 @pytest.mark.parametrize("shape", [(256,), (257,), (511,), (9, 70), (3, 5, 33)])
 @pytest.mark.parametrize("kind", [form.name for form in LOADED_FORMATS])
 def test_packing_and_unpacking_in_parts_change_nothing(kind: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
-    """bitsandbytes counts weights in 32 bits: 2^31 of them, as fused experts may have, ended a run on CUDA; it takes
-    several times the memory of what it packs at once."""
+    """bitsandbytes counts weights in 32 bits, and takes several times the memory of what it packs at once."""
     values = random_weights(*shape)
     whole, largest = packed_of(values, kind), [0]
     expected, at_once = packed_weights.dequantize(whole, values.shape, torch.bfloat16, kind), packed_weights._dequantize
@@ -117,8 +116,7 @@ def test_packing_and_unpacking_in_parts_change_nothing(kind: Any, shape: tuple[i
     ],
 )
 def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, kind: Any, kernels: str) -> None:
-    """Loss, gradients of the adapters and so of all inputs; Conv1D and fused experts too. Two steps: packed weights are
-    frozen, and the second has adapters that were trained."""
+    """Conv1D and fused experts too. Packed weights are frozen, and a second step has adapters that were trained."""
     rig = make_rig(model_type, "lora", packed_as=kind, kernels=kernels)
     shapes = {len(place.shape) for place in rig.store.layouts[1].places if place.packed_as == kind}
     assert shapes == ({2, 3} if model_type in ("qwen3_moe", "gpt_oss") else {2})

@@ -32,8 +32,7 @@ def lively(model_type: str) -> Any:
     ],
 )
 def test_unequal_prompts_are_answered_as_alone(model_type: str, is_together: bool) -> None:
-    """Story: eleven types answered the shorter prompts of a batch differently: padding moved their positions, or the
-    groups of tokens that they compress."""
+    """Story: padding moved the positions of eleven types, or the groups of tokens that they compress."""
     model, sizes = lively(model_type), list[int]()
 
     def answer(some: Sequence[list[int]]) -> list[list[int]]:

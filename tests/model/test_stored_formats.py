@@ -115,8 +115,7 @@ def check_one_rounding(found: torch.Tensor, reference: torch.Tensor) -> None:
     ],
 )
 def test_dequantised_weights_are_those_of_the_published_layout(tmp_path: Path, model_type: str, name: str) -> None:
-    """And all others are as they were: the store has what the model with the reference's weights has. Story: files hold
-    gpt2's matrices with outputs first; square ones were taken as they are, others refused."""
+    """And all others are as they were. Story: files hold gpt2's matrices with outputs first; they were taken so."""
     model, references = save_quantized(tmp_path, model_type, name)
     store, notices, _ = load(tmp_path, DTYPE)
     assert references and f"{len(references)} weights are quantised in the files" in notices[-1]

@@ -130,8 +130,7 @@ class _CountingBackend(CpuBackend):
     ("options", "blocks_left_out"), [({}, 2), ({"keep_inputs": True}, 3), ({"recompute": "layer"}, 3)]
 )
 def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
-    """Stages of one and of two blocks: their ends only, or every block where its input is read again
-    (`skip_last_projection: true`)."""
+    """Of stages of one and of two blocks: at their ends, or in every block (`skip_last_projection: true`)."""
     rig = make_rig("llama", "lora")
     nums = []
     for names in ({}, find(rig)):

@@ -156,8 +156,7 @@ def test_files_of_another_configuration_are_refused(
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_a_weight_that_overflows_in_float16_is_named(tmp_path: Path, model_type: str) -> None:
-    """Infinities were trained, and the first step blamed rows and learning rate; bfloat16 has room. Whether a tensor is
-    finite is asked of its sum, which must not overflow by itself."""
+    """Infinities were trained. Whether a tensor is finite is asked of its sum, which must not overflow by itself."""
     save_tiny(tmp_path, model_type)
     name = NAME if model_type == "llama" else "model.layers.1.mlp.experts.1.up_proj.weight"
     change(tmp_path, lambda tensors: tensors[name].fill_(6e4))

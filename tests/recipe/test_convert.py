@@ -353,8 +353,7 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
 def test_packing_is_left_to_the_run_where_the_model_may_not(
     tmp_path: Path, kinds: list[str] | None, packing: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`packing: true` was written for any model, and `finetune` then refused the recipe. `kinds`: of the blocks, as the
-    folder's configuration says; None: there is no configuration here."""
+    """`packing: true` was written for any model, and `finetune` refused it. `kinds`: of the blocks; None: not here."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     if kinds:
