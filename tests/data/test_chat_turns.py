@@ -130,14 +130,10 @@ def test_thoughts_of_preference_pairs_are_not_dropped_in_silence(tmp_path: Path,
         build_dataset(settings, byte_tokenizer(template=DROPS))
 
 
-def test_a_call_is_trained_where_only_the_last_turn_gets_a_think_block() -> None:
-    """Qwen3's template: the row was refused, as no rendering of a part of it begins it."""
+def test_calls_and_thoughts_are_trained_where_think_blocks_come_and_go() -> None:
+    """Qwen3's template: no rendering of a part begins the whole; with `enable_thinking: false` a prompt has a block."""
     call, answer = '[[<call>addup{"a": 1}</call><|e|>]]', "[[<think>\n\n</think>\n\nThree.<|e|>]]"
     assert shown(QWEN3, TOLD) == f"<|u|>Q?<|e|><|a|>{call}<|u|>3<|e|><|a|>{answer}"
-
-
-def test_a_thought_is_trained_behind_an_empty_block_of_the_generation_prompt() -> None:
-    """With `enable_thinking: false` it was in the text and not trained."""
     template = "{%- set enable_thinking = false %}" + QWEN3
     text = shown(template, [ASKED, said("12", thought="carry one")])
     assert text == "<|u|>Q?<|e|><|a|>[[<think>\ncarry one\n</think>\n\n12<|e|>]]"

@@ -189,21 +189,15 @@ def test_gated_delta_rules_begin_anew_at_each_row_and_go_on_in_each_chunk(model_
     assert "pip install flash-linear-attention causal-conv1d" in str(describe_slow_kernels(blocks, ["cuda:0", "cpu"]))
 
 
-def test_masks_that_are_too_large_are_refused() -> None:
-    """Of attention that needs them; what can be told where rows lie trains at any length."""
-    model = skeleton("llama")
-    split = split_model(model)
-    check_packing(model, split, max_seq_length=32768, micro_batch_size=1)
-    model.config._attn_implementation = "eager"
-    with pytest.raises(RefusedError, match="too large") as caught:
-        check_packing(model, split, max_seq_length=32768, micro_batch_size=1)
-    assert "max_seq_length=23170" in (caught.value.problems[0].hint or "")
-
-
-def test_scaling_by_the_longest_row_is_refused() -> None:
+def test_too_large_masks_and_scaling_by_the_longest_row_are_refused() -> None:
+    """Masks of attention that needs them; what can be told where rows lie trains at any length."""
     scaled = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
-    model = skeleton("llama", max_position_embeddings=32, **scaled)
-    split = split_model(model)
+    plain, model = skeleton("llama"), skeleton("llama", max_position_embeddings=32, **scaled)
+    check_packing(plain, split_model(plain), max_seq_length=32768, micro_batch_size=1)
+    plain.config._attn_implementation = "eager"
+    with pytest.raises(RefusedError, match="too large") as caught:
+        check_packing(plain, split_model(plain), max_seq_length=32768, micro_batch_size=1)
+    assert "max_seq_length=23170" in (caught.value.problems[0].hint or "")
     with pytest.raises(RefusedError, match="they would see each other"):
-        check_packing(model, split, max_seq_length=64, micro_batch_size=1)
-    check_packing(model, split, max_seq_length=32, micro_batch_size=1)
+        check_packing(model, split_model(model), max_seq_length=64, micro_batch_size=1)
+    check_packing(model, split_model(model), max_seq_length=32, micro_batch_size=1)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -105,11 +106,9 @@ def test_what_is_damaged_or_foreign_is_converted_anew(source: ModelSource, damag
 
 
 def test_a_failure_while_writing_keeps_nothing(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     converter = Converter()
     with monkeypatch.context() as patch:
+        full = Mock(side_effect=OSError(28, "No space left on device"))
         patch.setattr("roundpipe_cli.cache.write_atomically", full)
         converter.once(source)
     assert kept() == []

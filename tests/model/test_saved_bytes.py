@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -97,16 +98,16 @@ def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
     assert sum(saved_sizes(run, [])) == 2 * 4 * 8 * 4 + 8 * 8 * 4 + 4 * 8 * 4
 
 
-def test_packed_rows_have_masks() -> None:
+def test_packed_rows_have_masks_and_chunks_of_feed_forward_parts_keep_their_inputs_only() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    assert saved_bytes(rig)[0].per_pair == 0 < saved_bytes(rig, packed=True)[0].per_pair
-
-
-def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
-    rig = make_rig("llama", "lora", **LONG)
-    whole, chunked = saved_bytes(rig), saved_bytes(rig, mlp_chunk_tokens=16)
+    whole, packed, chunked = (
+        saved_bytes(rig)[0],
+        saved_bytes(rig, packed=True)[0],
+        saved_bytes(rig, mlp_chunk_tokens=16)[0],
+    )
+    assert whole.per_pair == 0 < packed.per_pair
     products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
-    assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products
+    assert 0 < whole.per_token - chunked.per_token - products < 0.1 * products
 
 
 def test_short_sequences_are_all_that_some_models_take() -> None:
@@ -119,12 +120,8 @@ def test_short_sequences_are_all_that_some_models_take() -> None:
 
 
 def test_a_processor_that_cannot_run_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig("llama", "lora")
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError('"addmm_impl_cpu_" not implemented for this type')
-
-    monkeypatch.setattr(torch.nn.functional, "linear", fail)
+    rig, fails = make_rig("llama", "lora"), Mock(side_effect=RuntimeError('"addmm_impl_cpu_" not implemented'))
+    monkeypatch.setattr(torch.nn.functional, "linear", fails)
     assert Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes() is None
 
 
