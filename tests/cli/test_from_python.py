@@ -323,6 +323,7 @@ def test_what_mypy_sees_of_the_package_is_what_programs_get() -> None:
     assert given["recipe"].annotation == inspect.signature(plan).parameters["recipe"].annotation == "RecipeLike"
     assert PlanResult.__annotations__["step_range_s"] == "tuple[float, float]"
     assert FinetuneResult.__annotations__["losses"] == "Mapping[int, float | None]"
+    assert FinetuneResult.__dataclass_params__.frozen and PlanResult.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def test_importing_is_cheap() -> None:

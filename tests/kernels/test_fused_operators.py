@@ -176,10 +176,6 @@ def both(turn: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*turned, *torch.autograd.grad(turned, leaves, above)]
 
 
-def rotated(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
-    return rotate(query, key, cos[:, None], sin[:, None])
-
-
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rotation_and_gradients(dtype: torch.dtype, is_half: bool) -> None:
@@ -188,6 +184,7 @@ def test_rotation_and_gradients(dtype: torch.dtype, is_half: bool) -> None:
     given = [query, key, *(one[..., : 8 if is_half else 16] for one in (cos, sin)), *above]
     theirs = modeling_gpt_oss.apply_rotary_pos_emb if is_half else apply_rotary_pos_emb
     exact = both(theirs, [one.double() for one in given])
-    for one, own, wanted in zip(both(rotated, given), both(theirs, given), exact, strict=True):
+    ours = both(lambda query, key, cos, sin: rotate(query, key, cos[:, None], sin[:, None]), given)
+    for one, own, wanted in zip(ours, both(theirs, given), exact, strict=True):
         errors = [float((found.detach().double() - wanted.detach()).norm()) for found in (one, own)]
         assert one.shape == own.shape and errors[0] <= 2 * errors[1]

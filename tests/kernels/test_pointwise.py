@@ -22,11 +22,6 @@ KEYS = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**32 
 DTYPES = [F32 := torch.float32, torch.bfloat16, torch.float16]
 
 
-def by_torch(shape: tuple[int, ...], draw: Draw) -> torch.Tensor:
-    """The mask, never by the kernel."""
-    return random_masks._mask_of(torch.empty(shape), random_masks._signed(draw.key), draw.threshold)
-
-
 @pytest.fixture
 def wide(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of more columns: the interpreter takes as long for each program, whatever its size."""
@@ -36,7 +31,7 @@ def wide(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(shape: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> None:
-    expected = by_torch(shape, draw)
+    expected = random_masks._mask_of(torch.empty(shape), random_masks._signed(draw.key), draw.threshold)
     assert torch.equal(keep_mask(shape, draw.keep, draw.key, CPU), expected)
     generator = torch.Generator().manual_seed(expected.numel())
     x, total, product = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))

@@ -59,6 +59,7 @@ def random_weights(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (48, 40), (3, 5), (4, 32, 24), (7,)])
 def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype, kind: Any) -> None:
+    """`load_in_4bit` and `load_in_8bit`."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed = packed_of(values, kind)
     with torch.compiler.set_stance("force_eager"):
