@@ -135,45 +135,41 @@ def with_layer(*without: str, **values: Any) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (with_layer(forward_s=-0.1), "layers[3] (block.3): forward_s: negative"),
-        (with_layer(forward_s="0.1"), "layers[3] (block.3): forward_s: not a number"),
-        (with_layer(backward_s=10**400), "backward_s: not a number"),
-        (with_layer(param_bytes=1.5), "param_bytes: not a whole number"),
-        (with_layer(recompute="yes"), "recompute is not true or false"),
-        *((with_layer(forward=1), "did you mean forward_s?"), (with_layer(name="embed"), "a layer out of place")),
-        (with_layer(recompute_skippable_s=1.0), "more is skipped than recomputed"),
-        (with_layer("forward_s"), "layers[3] (block.3): forward_s missing"),
-        (costs_of(link_bytes_per_s=0), "link_bytes_per_s: zero"),
-        (costs_of(worker_speed=[1.0, -1]), "worker_speed[1]: negative"),
-        (costs_of(layers=[]), "no layers"),
-        (costs_of(layers=costs_of()["layers"][:2]), "the last layer is not the head"),
-        (costs_of(layers=[{"name": "head", "forward_s": 0, "backward_s": 0}]), "no layer takes any time"),
-        (costs_of(layers=[{**LAYER, "name": "head"}, LAYER]), "a layer out of place"),
-        *((costs_of(layers=[LAYER, 3]), "not a layer"), ({"layer": [LAYER]}, "did you mean layers")),
-        (costs_of(name=3), ": not a name"),
-        (costs_of(layers=[{**LAYER, "name": 3}]), "layers[0]: not a name"),
-        *((costs_of(worker_speed=3), "not a list of speeds"), (costs_of(worker_speed=[]), "a list of speeds")),
-        (costs_of(layers=[{"name": "block"}]), "forward_s, backward_s missing"),
-        *(([], "not a costs file"), ('{"name": "a", "name": "b"}', "key 'name' is there twice")),
-        ('{"hop_s": NaN, "layers": [{"name": "head", "forward_s": 1, "backward_s": 1}]}', "hop_s: not a number"),
-    ],
-)
-def test_refused_costs_name_file_and_layer(tmp_path: Path, data: Any, message: str) -> None:
-    path = write(tmp_path, data)
-    text = refusal(invoke(path))
-    assert message in text
-    assert str(path) in text
+REFUSED: list[tuple[Any, str]] = [
+    (with_layer(forward_s=-0.1), "layers[3] (block.3): forward_s: negative"),
+    (with_layer(forward_s="0.1"), "layers[3] (block.3): forward_s: not a number"),
+    (with_layer(backward_s=10**400), "backward_s: not a number"),
+    (with_layer(param_bytes=1.5), "param_bytes: not a whole number"),
+    (with_layer(recompute="yes"), "recompute is not true or false"),
+    *((with_layer(forward=1), "did you mean forward_s?"), (with_layer(name="embed"), "a layer out of place")),
+    (with_layer(recompute_skippable_s=1.0), "more is skipped than recomputed"),
+    (with_layer("forward_s"), "layers[3] (block.3): forward_s missing"),
+    (costs_of(link_bytes_per_s=0), "link_bytes_per_s: zero"),
+    (costs_of(worker_speed=[1.0, -1]), "worker_speed[1]: negative"),
+    (costs_of(layers=[]), "no layers"),
+    (costs_of(layers=costs_of()["layers"][:2]), "the last layer is not the head"),
+    (costs_of(layers=[{"name": "head", "forward_s": 0, "backward_s": 0}]), "no layer takes any time"),
+    (costs_of(layers=[{**LAYER, "name": "head"}, LAYER]), "a layer out of place"),
+    *((costs_of(layers=[LAYER, 3]), "not a layer"), ({"layer": [LAYER]}, "did you mean layers")),
+    (costs_of(name=3), ": not a name"),
+    (costs_of(layers=[{**LAYER, "name": 3}]), "layers[0]: not a name"),
+    *((costs_of(worker_speed=3), "not a list of speeds"), (costs_of(worker_speed=[]), "a list of speeds")),
+    (costs_of(layers=[{"name": "block"}]), "forward_s, backward_s missing"),
+    *(([], "not a costs file"), ('{"name": "a", "name": "b"}', "key 'name' is there twice")),
+    ('{"hop_s": NaN, "layers": [{"name": "head", "forward_s": 1, "backward_s": 1}]}', "hop_s: not a number"),
+]
 
 
-def test_all_mistakes_at_once(tmp_path: Path) -> None:
-    data = with_layer(forward_s=-1, backward_s=-1)
-    data["slots"] = 0.5
+def test_refused_costs_name_file_and_layer(tmp_path: Path) -> None:
+    for data, message in REFUSED:
+        path = write(tmp_path, data)
+        text = refusal(invoke(path))
+        assert message in text and str(path) in text, (message, text)
+    mistakes = with_layer(forward_s=-1, backward_s=-1)
+    mistakes["slots"] = 0.5
     with pytest.raises(RefusedError) as raised:
-        load_costs(write(tmp_path, data))
-    assert len(raised.value.problems) == 3
+        load_costs(write(tmp_path, mistakes))
+    assert len(raised.value.problems) == 3, "all at once"
 
 
 def test_optional_keys_are_read(tmp_path: Path) -> None:

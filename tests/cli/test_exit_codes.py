@@ -107,17 +107,13 @@ def put(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         monkeypatch.setenv(*pair.split("=", 1))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        *(("", Process(0, 1)), ("RANK= WORLD_SIZE=", Process(0, 1)), ("WORLD_SIZE=1", Process(0, 1))),
-        ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", Process(0, 1)),
-        ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", Process(3, 8, 2)),
-    ],
-)
-def test_what_torchrun_sets_is_understood(monkeypatch: pytest.MonkeyPatch, text: str, expected: Process) -> None:
-    put(monkeypatch, text)
-    assert this_process() == expected
+def test_what_torchrun_sets_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = ("", "RANK= WORLD_SIZE=", "WORLD_SIZE=1", "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
+    of_eight = {"RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2": Process(3, 8, 2)}
+    for text, expected in {**dict.fromkeys(alone, Process(0, 1)), **of_eight}.items():
+        with monkeypatch.context() as patch:
+            put(patch, text)
+            assert this_process() == expected
 
 
 @pytest.mark.parametrize(
