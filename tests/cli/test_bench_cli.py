@@ -15,6 +15,7 @@ from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.recipe.load import load_recipe
@@ -185,7 +186,8 @@ def test_optional_keys_are_read(tmp_path: Path) -> None:
     assert (costs.layers[0].recompute, costs.layers[-1].recompute) == (True, False)
 
 
-def test_it_ends_with_the_sentence_to_copy_and_the_remedy_of_plan(tmp_path: Path) -> None:
+def test_it_ends_with_the_sentence_to_copy_and_the_remedy_of_plan(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # even cuts do
     path = write(tmp_path, costs_of())
     document = json.loads(invoke(path, "--json").stdout)
     seconds = {row["step_s"]: SCHEDULE_KINDS[row["schedule"]].label for row in document["results"]}
