@@ -220,10 +220,7 @@ def test_the_longest_rows_come_first() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("max_grad_norm=0",),
-        ("method=full", "neftune_noise_alpha=5", "pipeline.schedule=gpipe", "dtype=float16"),
-    ],
+    [("max_grad_norm=0",), ("method=full", "neftune_noise_alpha=5", "pipeline.schedule=gpipe", "dtype=float16")],
     ids=["early", "full"],
 )
 def test_a_run_is_the_same_to_the_bit(tmp_path: Path, two_blocks: Path, words: tuple[str, ...]) -> None:

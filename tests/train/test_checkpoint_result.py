@@ -118,11 +118,7 @@ def test_a_moved_base_is_named(work: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [
-        ("folder", "lora"),
-        pytest.param("folder", "full", marks=pytest.mark.sweep),
-        ("package", "lora"),
-    ],
+    [("folder", "lora"), pytest.param("folder", "full", marks=pytest.mark.sweep), ("package", "lora")],
 )
 def test_the_page_of_a_result_loads_it(work: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: `AutoPeftModelForCausalLM` found no base of an adapter on a GGUF file or a relative path."""

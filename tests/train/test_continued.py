@@ -47,12 +47,7 @@ CASES: dict[str, tuple[list[str], int, float, str]] = {
         "5 more steps to the end of epoch 4 make 9",
     ),
     "more rows": ([], 13, 3, "the rows are others"),
-    "max_steps": (
-        ["max_steps=9", "gradient_accumulation_steps=4"],
-        9,
-        4,
-        "the run ends after step 9, as max_steps",
-    ),
+    "max_steps": (["max_steps=9", "gradient_accumulation_steps=4"], 9, 4, "the run ends after step 9, as max_steps"),
 }
 
 

@@ -366,10 +366,7 @@ def _as_qwen_was(name: str) -> str:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("lists_paths", [False, True], ids=["names", "paths"])
-@pytest.mark.parametrize(
-    ("model_type", "older"),
-    [("llava", _as_llava_was), ("qwen2_5_vl", _as_qwen_was)],
-)
+@pytest.mark.parametrize(("model_type", "older"), [("llava", _as_llava_was), ("qwen2_5_vl", _as_qwen_was)])
 def test_older_names_around_a_wrapped_language_model(
     tmp_path: Path, model_type: str, older: Callable[[str], str], lists_paths: bool
 ) -> None:
@@ -388,10 +385,7 @@ def test_older_names_around_a_wrapped_language_model(
 
 @pytest.mark.parametrize(
     ("model_type", "names"),
-    [
-        ("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
-        ("gpt_oss", ()),
-    ],
+    [("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")), ("gpt_oss", ())],
 )
 def test_the_layout_that_vllm_documents(model_type: str, names: tuple[str, ...], tmp_path: Path) -> None:
     """Experts by the names of single ones, with the products that PEFT makes of the fused ones; `alpha / r` is the same

@@ -13,14 +13,7 @@ import pytest
 
 from roundpipe_cli.cli.lines import LinePrinter, step_line
 from roundpipe_cli.dashboard.state import fetching_line
-from roundpipe_cli.events import (
-    EvaluationFinished,
-    Fetching,
-    Notice,
-    Phase,
-    RunFinished,
-    StepFinished,
-)
+from roundpipe_cli.events import EvaluationFinished, Fetching, Notice, Phase, RunFinished, StepFinished
 from tests.dashboard.test_dashboard_watch import write_files
 from tests.support.e2e import STAGES, finetune, fresh, launch, make_workspace, num_lines
 from tests.support.recorded import recorded_run

@@ -180,10 +180,7 @@ FORMS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
     "TRL, messages": ([{"prompt": [USER], "completion": [YO], "label": False}], None),
     "LLaMA-Factory, sharegpt": ([{"messages": [USER, YO], "label": True}], None),
     "LLaMA-Factory, alpaca": ([{"instruction": "Hi", "input": "", "output": "Yo", "kto_tag": False}], None),
-    "ShareGPT": (
-        [{"conversations": SHAREGPT, "label": 1}],
-        None,
-    ),
+    "ShareGPT": ([{"conversations": SHAREGPT, "label": 1}], None),
     "axolotl, intel": ([{"question": "Hi", "answer": "Yo", "label": "true"}], None),
     "words": ([{"prompt": "Hi", "completion": "Yo", "label": "undesirable"}], None),
     "thumbs": ([{"prompt": "Hi", "response": "Yo", "thumbs_up": True}], None),

@@ -15,15 +15,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.e2e import (
-    STAGES,
-    child_environment,
-    finetune,
-    make_workspace,
-    python,
-    run,
-    smollm2_folder,
-)
+from tests.support.e2e import STAGES, child_environment, finetune, make_workspace, python, run, smollm2_folder
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not INSTALLED, reason="needs lm-eval: pip install 'roundpipe-cli[eval]'")
