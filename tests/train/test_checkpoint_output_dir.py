@@ -50,6 +50,11 @@ def test_states_with_and_without_resume(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError) as nothing, OutputDir(folder, resume=True):
         pass
     assert nothing.value.exit_code == 6 and not folder.exists()
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(NoCheckpointError), OutputDir(folder, resume=True):
+        pass
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
     with OutputDir(folder):
         _save(folder, 3)

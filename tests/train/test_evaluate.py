@@ -94,17 +94,15 @@ def score(rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, cut: i
         return engine.score(microbatches, schedule, step=0, **options)
 
 
-@pytest.mark.parametrize("top_k", [1, 7])
 @pytest.mark.parametrize(
-    ("model_type", "method", "changes"),
+    ("model_type", "method", "top_k", "changes"),
     [
-        ("llama", "full", {"attention_dropout": 0.5}),
-        ("gpt2", "lora", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "lora_dropout": 0.5}),
-        ("qwen3_moe", "lora", {}),
-        ("gemma2", "full", {}),
+        ("llama", "full", 1, {"attention_dropout": 0.5}),
+        ("gpt2", "lora", 7, {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "lora_dropout": 0.5}),
+        *(("qwen3_moe", "lora", 1, {}), ("gemma2", "full", 7, {})),
     ],
 )
-def test_scores_are_those_of_plain_pytorch(model_type: str, method: str, changes: dict[str, Any], top_k: int) -> None:
+def test_scores_are_those_of_plain_pytorch(model_type: str, method: str, top_k: int, changes: dict[str, Any]) -> None:
     """Dropout is on in training and must not be felt here."""
     rig = make_rig(model_type, method, **changes)
     microbatches = random_microbatches(SIZES)
@@ -264,22 +262,13 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, losses: list[fl
 @pytest.mark.parametrize(
     ("losses", "best", "num_steps"),
     [
-        ([3, 2, 1, 0.5, 0.4, 0.3], [1, 2, 3, 4, 5, 6], 6),
         ([3, 4, 2, 5, 1, 6], [1, 3, 5], 6),  # worse, better, worse: counted from the best again
-        ([3, 4, 5, 1, 1, 1], [1], 3),
+        ([2, 3, 1, 2, 1.5, 0.5], [1, 3], 5),  # better than the one before, not than the best
         ([3, 2, 2, 1, 1, 1], [1, 2, 4], 6),  # as good as the best is no better
-        ([3, 3, 3, 1, 1, 1], [1], 3),
-        ([3, 4, 3.5, 1, 1, 1], [1], 3),  # better than the one before, not than the best
-        ([2, 3, 1, 2, 2, 0.5], [1, 3], 5),
     ],
 )
 def test_patience_counts_evaluations_since_the_best(
-    losses: list[float],
-    best: list[int],
-    num_steps: int,
-    tmp_path: Path,
-    two_blocks: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    losses: list[float], best: list[int], num_steps: int, tmp_path: Path, two_blocks: Path, monkeypatch: Any
 ) -> None:
     """With patience 2; also where the run is resumed between any two of them, and the best weights are the result."""
     words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=2", "load_best_model_at_end=true")
@@ -290,8 +279,6 @@ def test_patience_counts_evaluations_since_the_best(
     report = json.loads((whole.output_dir / "report.json").read_text())
     assert report["evaluation"]["stopped_early"] == (num_steps < 6 or losses[-2:] == [1, 1])
     assert report["evaluation"]["best_step"] == best[-1] and report["evaluation"]["result_is_best"]
-    if num_steps == 6 and len(best) == 6:
-        return  # nothing is counted that a checkpoint could lose
     checkpoint = load_newest(whole.output_dir, whole.output_dir / "step-00000002")
     again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint)
     assert evaluated(monkeypatch, again, losses) == want
@@ -351,15 +338,16 @@ def test_kills_change_nothing(folder: Path, whole: tuple[Path, Outcome], killed_
     finetune(folder, *EVALUATION, "--resume").expect(0)
     assert_same_run(out, kept)
     assert evaluations(out) == evaluations(kept)
+    report, expected = (json.loads((base / "report.json").read_text()) for base in (out, kept))
+    assert report["loss"] == expected["loss"] and report["measured"]["steps"] == 0, "of a run that had ended"
     files = [sorted(path.name for path in base.iterdir()) for base in (out, kept)]
     assert files[0] == files[1]
 
 
 def test_a_signal_during_the_last_evaluation_puts_it_off(folder: Path, whole: tuple[Path, Outcome]) -> None:
     """The run is then not finished."""
-    running = launch(
-        folder, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": "eval:slow=1.2:step=4"}
-    )
+    slow = {"ROUNDPIPE_FAULT": "eval:slow=1.2:step=4"}
+    running = launch(folder, "finetune", "recipe.yaml", *EVALUATION, environment=slow)
     running.wait_until(lambda: "evaluating: the weights after step 4" in running.err)
     running.kill(signal.SIGTERM)
     assert running.finish().code == 143
@@ -440,11 +428,6 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
     report = json.loads((out / "report.json").read_text())["evaluation"]
     assert report["best_step"] == int(best.name[5:]) == metrics(out)[-1]["step"] and report["result_is_best"] is True
     assert not list(out.glob("best-*")), "the weights after the last step, which had the best evaluation"
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
-    done = finetune(folder, *EVALUATION, fault="eval:nan:step=2").expect(4)
-    assert "the loss of the evaluation is not finite" in done.err and "after step 2" in done.err
 
 
 @pytest.mark.parametrize("stages", [[[0, 3]], [[0, 1], [2, 3]]])
