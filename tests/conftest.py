@@ -26,7 +26,7 @@ from tests.support.covering import covering
 SMOKE = (  # files of the subset `smoke`
     *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py"),
     *("planning/test_partition_properties.py", "data/test_data_columns.py", "model/test_counter_random.py"),
-    *("engine/test_device_memory.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
+    *("engine/test_device_memory.py", "train/test_checkpoint_store.py", "train/test_finetune_output.py"),
 )
 
 

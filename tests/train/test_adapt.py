@@ -1,4 +1,4 @@
-"""`on_oom: adapt`, `check_longest_rows` and `on_nonfinite: skip`: a device that is too small, and bad steps."""
+"""A device that is too small, and steps whose numbers are not finite: the run adapts, skips, or stops unspoilt."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.data.batching import Grouping
 from roundpipe_cli.errors import NotFiniteError
@@ -42,7 +44,7 @@ def folder(tmp_path: Path, two_blocks: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> Path:
     """An uninterrupted run: 10 rows in steps of 4, two epochs, 6 steps."""
     folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", two_blocks, **COMMON)
-    finetune(folder).expect(0)
+    finetune(folder, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
     return folder
 
 
@@ -204,6 +206,51 @@ def test_ten_bad_steps_in_a_row_stop_the_run(folder: Path) -> None:
     words = ["on_nonfinite=skip", "num_train_epochs=5"]
     done = finetune(folder, *words, fault="optimizer:nan").expect(4)
     assert "stopped before the update" in done.err and len(metrics(folder / "out")) == 9
+
+
+FAULTS = (
+    "optimizer:nan:step=3",
+    "compute:inf:step=3:nth=1",  # a forward
+    "compute:nan:step=3:nth=3",  # the first backward
+)
+
+
+def test_not_finite_stops_before_the_update(folder: Path, whole: Path) -> None:
+    """Each time that the step is tried again, with other stages, and then it goes on to the same bits."""
+    out, words = (
+        folder / "out",
+        ["pipeline.forward_stages=[[0,0],[1,1]]", "pipeline.backward_stages=[[2,3],[1,1],[0,0]]"],
+    )
+    rows = json.loads((whole / "rows.log").read_text().splitlines()[3])["rows"]
+    for fault in FAULTS:
+        done = finetune(folder, *words, fault=fault).expect(4)
+        assert "error: step 4: the" in done.err and "is not finite: stopped before the update" in done.err, fault
+        found = sorted(int(line) for line in re.findall(r"rows\.jsonl:(\d+)", done.err))
+        assert found == sorted(row + 1 for row in rows) and len(rows) == 4, "those of step 4"
+        assert "--resume" in done.err and numbers(out) == numbers(whole / "out")[:3]
+        assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002"]
+        words = [*words[:2], "--resume"]
+    for name in ("masters", "moments"):
+        state = load_file(out / "step-00000002" / f"{name}.safetensors")
+        assert state and all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+    assert "resuming after step 2" in finetune(folder, "--resume").expect(0).err
+    assert numbers(out) == numbers(whole / "out")
+
+
+def test_float16_overflow_skips_and_halves_the_scale(folder: Path) -> None:
+    """A head so steep that the scaled gradient leaves float16: halved until it fits, and the loss falls. That the scale
+    is restored: tests/train/test_finetune_resume.py."""
+    path = folder / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] *= 10
+    save_file(weights, path, metadata={"format": "pt"})
+    done = finetune(folder, "dtype=float16").expect(0)
+    skipped = done.err.count("gradient overflow, update skipped")
+    rows = metrics(folder / "out")
+    assert 0 < skipped < 4 and sum(row["grad_norm"] is None for row in rows) == skipped
+    state = json.loads((folder / "out" / "step-00000006" / "state.json").read_text())["meta"]
+    assert state["loss_scale"] == 2.0 ** (16 - skipped) and state["num_updates"] == 6 - skipped
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 # --- a step of the longest rows before the first one -----------------------------------------------------------------

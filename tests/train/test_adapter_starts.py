@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file
@@ -30,11 +31,11 @@ from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.signals import Reporting, StopSignals
+from tests.model.test_multimodal import multimodal
 from tests.model.test_quantized_files import save_in_4bit
-from tests.support.adapters import by_peft, load_whole
+from tests.support.adapters import by_peft, layout, load_whole
 from tests.support.e2e import STAGES_OF_TWO, edit_json, make_model, make_tokenizer, make_workspace
 from tests.support.tiny import logits_of, plain_copy
-from tests.train.test_multimodal_result import make_base
 
 WRAPPERS = ("mistral3", "qwen3_vl")
 STARTS: dict[str, dict[str, Any]] = {
@@ -102,12 +103,24 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
     make_model(folder / "tied", num_hidden_layers=2, tie_word_embeddings=True)
     make_model(folder / "gpt2", "gpt2", n_layer=2)
     make_model(folder / "experts", "qwen3_moe", num_hidden_layers=2)
-    kinds |= {name: make_base(name, folder / name) for name in WRAPPERS}
+    kinds |= {name: make_wrapper(name, folder / name) for name in WRAPPERS}
     works = {
         name: make_workspace(folder / f"{name}-work", folder / name, **({} if name in WRAPPERS else STAGES_OF_TWO))
         for name in kinds
     }
     return {name: Base(works[name], kind) for name, kind in kinds.items()}
+
+
+def make_wrapper(model_type: str, folder: Path) -> str:
+    """A random multimodal model by its own class, whose name is returned, and a tokenizer."""
+    config = multimodal(model_type, vocab_size=300)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(config.architectures[0])
 
 
 def make_adapter(base: Base, folder: Path, **options: Any) -> torch.Tensor:
@@ -142,12 +155,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("name", "start", "tables"), CASES)
 def test_merged_and_continued_adapters_compute_what_peft_computes(
-    bases: dict[str, Base],
-    tmp_path: Path,
-    name: str,
-    start: str,
-    tables: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    bases: dict[str, Base], tmp_path: Path, name: str, start: str, tables: tuple[str, ...], monkeypatch: Any
 ) -> None:
     """Stories: adapters that began by PiSSA were merged into the whole base, 0.42 away in their logits. MiCA trains A
     alone: B was missing in the result, which could not be merged or trained further."""
@@ -155,8 +163,16 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     trained = make_adapter(base, adapter, **STARTS[start], **({"modules_to_save": list(tables)} if tables else {}))
     expected = by_peft(base.load(), adapter)
     assert_equal(expected, trained)
-    merge_result(adapter, ModelSource("base", base.folder), tmp_path / "merged", None, tell=print)
-    assert_equal(logits_of(base.load(tmp_path / "merged")), expected)
+    source = ModelSource("base", base.folder)
+    merge_result(adapter, source, tmp_path / "merged", None, tell=print)
+    merged = base.load(tmp_path / "merged")
+    assert_equal(logits_of(merged), expected)
+    if name in WRAPPERS:
+        assert layout(tmp_path / "merged") == layout(base.folder)
+        towers = {key: one for key, one in base.load().named_parameters() if "vision" in key or "visual" in key}
+        assert towers and all(torch.equal(merged.get_parameter(key), one) for key, one in towers.items())
+    elif name == "untied":
+        assert_equal(logits_of(load_result(adapter, source, "float32", is_adapter=True)[0]), expected)
     assert float((base.logits - expected).abs().max()) > 0.01
     if tables and name == "tied":
         with pytest.raises(RefusedError, match="are one table"):
@@ -178,7 +194,7 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     assert_equal(by_peft(base.load(), out), trained)
     names = [load_file(folder / "adapter_model.safetensors").keys() for folder in (adapter, out)]
     assert names[0] == names[1]
-    merge_result(out, ModelSource("base", base.folder), tmp_path / "again", None, tell=print)
+    merge_result(out, source, tmp_path / "again", None, tell=print)
     assert_equal(logits_of(base.load(tmp_path / "again")), trained)
 
 
@@ -207,13 +223,6 @@ def test_a_start_that_cannot_be_made_again_is_refused_by_name(bases: dict[str, B
             text = str(raised.value)
             assert f"init_lora_weights: {start}" in text.replace("'", "") and reason in text and str(path) in text
     assert not (tmp_path / "merged").exists()
-
-
-def test_a_start_is_applied_where_a_result_answers(bases: dict[str, Base], tmp_path: Path) -> None:
-    base, adapter = bases["untied"], tmp_path / "adapter"
-    trained = make_adapter(base, adapter, init_lora_weights="pissa")
-    model, _ = load_result(adapter, ModelSource("base", base.folder), "float32", is_adapter=True)
-    assert_equal(logits_of(model), trained)
 
 
 def test_starts_that_are_not_offered_are_refused(bases: dict[str, Base], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from roundpipe_cli.choices import PackedName
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.fingerprint import Fingerprint
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.model.trained_on import TrainedOn, check_trained_on, trained_on
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
-from tests.support.adapters import load_whole, random_adapter
+from tests.support.adapters import ADAPTER, load_whole, random_adapter
 from tests.support.e2e import (
     STAGES,
     edit_json,
@@ -37,14 +41,16 @@ from tests.support.e2e import (
 from tests.support.published import publish
 from tests.support.tiny import logits_of, tiny_config
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 EXPORTED = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 """Sizes of whole blocks of FP8."""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A finished LoRA run."""
+    """A finished LoRA run in `out`; `model` is its base, `other` one of the same shape."""
     work = make_workspace(tmp_path_factory.mktemp("export") / "work", model, max_steps=2, **STAGES)
+    make_model(work / "other", seed=1)
     finetune(work).expect(0)
     return work
 
@@ -101,16 +107,6 @@ def test_weights_are_rounded_once(tmp_path: Path) -> None:
         assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
 
 
-def test_several_shards_load(tmp_path: Path) -> None:
-    make_model(tmp_path / "base")
-    adapted = adapter_of(tmp_path)
-    source = ModelSource("b", tmp_path / "base")
-    done, _ = merge_result(tmp_path / "adapter", source, tmp_path / "merged", None, tell=print, max_shard_bytes=100_000)
-    num_shards = len(list((tmp_path / "merged").glob("*.safetensors")))
-    assert num_shards > 3 and done.endswith(f" in {num_shards} files")
-    assert torch.allclose(logits_of(load_whole(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
-
-
 def merge_and_measure(base: Path, adapter: Path, target: Path) -> int:
     """How many bytes above its base a process of its own has while merging."""
     torch.set_num_threads(1)
@@ -128,8 +124,8 @@ def test_a_whole_model_in_another_type(tmp_path: Path, model_type: str, kind: Pa
         publish(model, kind)
     expected = {name: weight.read(OpenFiles()) for name, weight in find_stored(model, torch.float32).items()}
     for dtype in ("bfloat16", "float16"):
-        done = run(tmp_path, "export", "out", "--dtype", dtype, "--to", dtype).expect(0)
-        assert f"weights in {dtype}" in done.err and "merged" not in done.out
+        exported = run(tmp_path, "export", "out", "--dtype", dtype, "--to", dtype).expect(0)
+        assert f"weights in {dtype}" in exported.err and "merged" not in exported.out
         written = load_file(tmp_path / dtype / "model.safetensors")
         own = getattr(torch, dtype)
         assert expected.keys() == written.keys()
@@ -137,9 +133,10 @@ def test_a_whole_model_in_another_type(tmp_path: Path, model_type: str, kind: Pa
         config = json.loads((tmp_path / dtype / "config.json").read_text())
         assert dtype in (config.get("dtype"), config.get("torch_dtype")) and "quantization_config" not in config
         assert load_whole(tmp_path / dtype).dtype == torch.float32  # which asks for it
-    merge_result(model, None, tmp_path / "cut", "bfloat16", tell=print, max_shard_bytes=100_000)
-    parts = [load_file(path) for path in sorted((tmp_path / "cut").glob("*.safetensors"))]
-    assert len(parts) > 1 and {name for part in parts for name in part} == written.keys()
+    done, _ = merge_result(model, None, tmp_path / "cut", "float16", tell=print, max_shard_bytes=100_000)
+    num_shards = len(list((tmp_path / "cut").glob("*.safetensors")))
+    assert num_shards > 1 and done.endswith(f" in {num_shards} files")
+    assert torch.equal(*(logits_of(load_whole(tmp_path / name)) for name in ("cut", "float16")))
 
 
 def test_a_type_that_cannot_hold_a_weight_is_refused_by_name(tmp_path: Path) -> None:
@@ -299,13 +296,63 @@ def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
     cases = [
         (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
         (("out", "--dtype", "float32"), "--dtype is for whole weights"),
-        (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),
     ]
     for words, text in cases:
         assert text in run(trained, "export", *words).expect(2).err
         assert not (trained / "out" / "merged").exists()
-    make_model(tmp_path / "other", hidden_size=32)
-    words = ("export", "out", "--merge", "--base", str(tmp_path / "other"))
-    assert "another base model" in run(trained, *words).expect(2).err
-    done = run(trained, *words, "--allow-other-base").expect(2)
+    narrow = str(make_model(tmp_path / "narrow", hidden_size=32))
+    done = run(trained, "export", "out", "--merge", "--base", narrow, "--allow-other-base").expect(2)
     assert "does not fit the base model" in done.err and not (trained / "out" / "merged").exists()
+
+
+# --- an adapter belongs to the base model that it was trained on ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", "out", "--merge", "--to", "of-other", "--base", "other"),
+        ("generate", "out", "one", "--max-new-tokens", "2", "--base", "other"),
+        ("finetune", "recipe.yaml", "lora.start_from=out", "output_dir=next", "max_steps=1", "model=other"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_another_base_is_refused_unless_it_is_meant(trained: Path, words: tuple[str, ...]) -> None:
+    """Story: weights of another model were merged, exit 0, without a word."""
+    refused = run(trained, *words).expect(2)
+    assert "trained on another base model" in refused.err and "--allow-other-base" in refused.err
+    assert not (trained / "of-other").exists()
+    done = run(trained, *words, "--allow-other-base").expect(0)
+    assert "was trained on a base model of other weights than" in done.err
+
+
+def test_the_fingerprint_goes_with_a_copy_of_the_adapter(trained: Path) -> None:
+    run(trained, "export", "out", "--to", "copy").expect(0)
+    found = trained_on(trained / "copy")
+    assert found is not None and found.weights == Fingerprint(ModelSource("model", trained / "model")).result()
+    assert "another base model" in run(trained, "generate", "copy", "x", "--base", "other").expect(2).err
+    own = run(trained, "export", "copy", "--merge", "--to", "own", "--base", "model").expect(0)
+    assert "base model of other" not in own.err
+
+
+def test_another_config_json_is_another_base(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", rms_norm_eps=0.1)
+    source = ModelSource("model", tmp_path / "model")
+    with pytest.raises(RefusedError, match="another base model") as caught:
+        check_trained_on(trained / "out", source, allowed=False, weights=Fingerprint(source).result, where="w")
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("commit", "text"), [(COMMIT, None), (COMMIT[::-1], "other weights"), (None, "they were not compared")]
+)
+def test_commits_are_compared_with_commits(tmp_path: Path, commit: str | None, text: str | None) -> None:
+    """Of a hub model the commit is the fingerprint; local files of it cannot be told apart from others'."""
+    config = {"peft_type": "LORA", "r": 4, "revision": COMMIT}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / ADAPTER)
+    assert trained_on(tmp_path) == TrainedOn(COMMIT, "")
+    source = ModelSource("me/model", tmp_path, commit=commit)
+    found = check_trained_on(tmp_path, source, allowed=True, weights=lambda: commit or "", where="w")
+    assert (found is None) == (text is None) and (text or "") in (found or "")
