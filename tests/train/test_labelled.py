@@ -23,12 +23,12 @@ from roundpipe_cli.train.checkpoint.manifest import peek
 from roundpipe_cli.train.preference import scored_before
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.rows import describe_labels
-from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.scoring import Scorer
 from tests.data.test_data_columns import HI, NO, SHAREGPT, USER, YO
 from tests.data.test_data_dataset import byte_tokenizer, trained_text, write_rows
 from tests.support.adapters import random_adapter
 from tests.support.e2e import STAGES, finetune, launch, make_workspace, metrics, numbers
+from tests.train.test_preference import setup_of
 
 ROWS = [
     {"prompt": f"Count to {n}: ", "completion": ("yes " if n % 3 else "never ") + "ab" * (n % 4), "label": n % 3 > 0}
@@ -70,7 +70,7 @@ def test_a_step_is_that_of_the_papers_equations(folder: Path, first: int, last: 
     write_rows(folder / "rows.jsonl", ROWS)
     random_adapter(folder / "model", folder / "first", target_modules="all-linear", init_lora_weights=False)
     words = (*WORDS, "lora.start_from=first", "lora.dropout=0")
-    setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
+    setup = setup_of(folder, *words)
     setup.store._reference.clear()  # the base model is compared with, not the adapter that is trained further
     indices = list(range(first, last))
     batches = [[(index,) for index in part] for part in (indices[::2], indices[1::2]) if part]
@@ -165,16 +165,13 @@ def test_labels_of_one_kind_and_rare_ones_are_named(folder: Path) -> None:
     )
     report = dataset.report
     assert (report.rows_kept, report.unwanted_rows) == (10, 4)
-    for unwanted, said in (
-        (10, "away from them"),
-        (0, "warning"),
-        (9, "kto.desirable_weight=9"),
-        (5, "5 unwanted answers"),
-    ):
+    all_said = {10: "away from them", 0: "warning", 9: "kto.desirable_weight=9", 5: "5 unwanted answers"}
+    for unwanted, said in all_said.items():
         report.unwanted_rows = unwanted
-        assert describe_labels(recipe, report).endswith(said) or said in describe_labels(recipe, report)
+        assert said in describe_labels(recipe, report)
 
 
+UNKNOWN = "whether the answer is wanted"
 FORMS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
     "TRL": ([{"prompt": "Hi", "completion": "Yo", "label": True}], None),
     "TRL, messages": ([{"prompt": [USER], "completion": [YO], "label": False}], None),
@@ -185,12 +182,9 @@ FORMS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
     "words": ([{"prompt": "Hi", "completion": "Yo", "label": "undesirable"}], None),
     "thumbs": ([{"prompt": "Hi", "response": "Yo", "thumbs_up": True}], None),
     "only the last answer": ([{"messages": [USER, NO, USER, YO], "label": True}], None),
-    "three labels": ([{"prompt": "Hi", "completion": "Yo", "label": 2}], "whether the answer is wanted"),
-    "a label is missing": (
-        [{"prompt": "Hi", "completion": "Yo", "label": True}, {"prompt": "Hi", "completion": "Yo"}],
-        "whether the answer is wanted",
-    ),
-    "null": ([{"prompt": "Hi", "completion": "Yo", "label": None}], "whether the answer is wanted"),
+    "three labels": ([{"prompt": "Hi", "completion": "Yo", "label": 2}], UNKNOWN),
+    "missing": ([{"prompt": "Hi", "completion": "Yo", "label": True}, {"prompt": "Hi", "completion": "Yo"}], UNKNOWN),
+    "null": ([{"prompt": "Hi", "completion": "Yo", "label": None}], UNKNOWN),
     "no label": ([{"prompt": "Hi", "completion": "Yo"}], "cannot find the labels"),
     "pairs": ([{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}], "for pairs of answers, `objective: dpo`"),
     "texts": ([{"text": "Hi", "label": True}], "`columns: {prompt: COLUMN, completion: COLUMN}`"),

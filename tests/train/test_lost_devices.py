@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,12 +135,7 @@ def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_cannot_go_on_ends_with_exit_code_5(
-    finetune: Finetune,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    fault: str,
-    reason: str,
-    rest: tuple[str, ...],
+    finetune: Finetune, monkeypatch: Any, words: list[str], fault: str, reason: str, rest: tuple[str, ...]
 ) -> None:
     see_hangs_soon(partial(monkeypatch.setattr, raising=False))
     with pytest.raises(DeviceLostError, match=reason) as caught:
@@ -149,19 +145,15 @@ def test_what_cannot_go_on_ends_with_exit_code_5(
     assert checkpoint.step == 2
 
 
-def test_a_step_whose_updates_have_begun_is_not_computed_again(
-    finetune: Finetune, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lose_after_gradients(3, monkeypatch.setattr)
-    with pytest.raises(DeviceLostError, match="max_grad_norm: 0 updates layers before a step ends, and some") as caught:
-        finetune("lost", "max_grad_norm=0")
-    assert caught.value.exit_code == 5 and caught.value.rest == ("cpu", "cpu")
-    assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 2
-
-
-def test_before_its_updates_begin_it_is(finetune: Finetune) -> None:
+def test_a_step_whose_updates_have_begun_is_not_computed_again(finetune: Finetune, monkeypatch: Any) -> None:
+    """Before they begin it is."""
     events = finetune("lost", "max_grad_norm=0", fault=LOSS)
     assert bits("lost") == bits_of_whole(finetune, "max_grad_norm=0") and len(losses_of(events)) == 1
+    lose_after_gradients(3, monkeypatch.setattr)
+    with pytest.raises(DeviceLostError, match="max_grad_norm: 0 updates layers before a step ends, and some") as caught:
+        finetune("begun", "max_grad_norm=0")
+    assert caught.value.exit_code == 5 and caught.value.rest == ("cpu", "cpu")
+    assert load_newest(Path("begun"), None, lambda text: pytest.fail(text)).step == 2
 
 
 def test_a_restart_goes_on_without_the_lost_device(finetune: Finetune, tmp_path: Path) -> None:

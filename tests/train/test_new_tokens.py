@@ -186,8 +186,10 @@ def test_peft_transformers_and_gguf_readers_compute_the_same(trained: tuple[Path
 
 
 @ONE_OF_THEM
-def test_a_run_is_resumed_to_the_bit(trained: tuple[Path, Outcome]) -> None:
+def test_a_checkpoint_is_resumed_to_the_bit_and_exported(trained: tuple[Path, Outcome]) -> None:
     folder, _ = trained
+    run(folder, "export", "out/step-00000002", "--merge", "--to", "early").expect(0)
+    assert json.loads((folder / "early" / "config.json").read_text())["vocab_size"] == GROWN
     finetune(folder, "resume_from_checkpoint=out/step-00000002", "output_dir=resumed").expect(0)
     first, second = ((folder / name / "adapter_model.safetensors").read_bytes() for name in ("out", "resumed"))
     assert first == second
@@ -208,13 +210,6 @@ def test_an_adapter_with_such_rows_is_trained_further(trained: tuple[Path, Outco
     for other in ("[]", "[<w1>]"):
         with pytest.raises(RefusedError, match="was trained with other new tokens"):
             setup_of(folder, *start, f"add_tokens={other}", output="further")
-
-
-@ONE_OF_THEM
-def test_a_checkpoint_s_result_has_the_tokens(trained: tuple[Path, Outcome]) -> None:
-    folder, _ = trained
-    run(folder, "export", "out/step-00000002", "--merge", "--to", "early").expect(0)
-    assert json.loads((folder / "early" / "config.json").read_text())["vocab_size"] == GROWN
 
 
 def test_tokens_that_are_there_already(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -32,7 +32,8 @@ from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.adapters import random_adapter
 from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
-from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+from tests.support.tiny import make_rig, random_microbatches, schedule_for
+from tests.train.test_row_weights import step
 
 BETA = 0.3
 SIZES = [(4, 11), (2, 9), (4, 7)]
@@ -114,15 +115,6 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> f
     loss = torch.cat(losses).mean() + LOSSES[name][1] * mean
     loss.backward()
     return float(loss.detach())
-
-
-def step(
-    rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, **options: object
-) -> tuple[str, list[torch.Tensor]]:
-    with rig.engine(num_workers, head_chunk_tokens=5, **options) as engine:
-        result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(microbatches)), step=0)
-    assert len(result.part_sums) == len(microbatches)
-    return result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]
 
 
 @pytest.mark.parametrize(

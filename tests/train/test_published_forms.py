@@ -159,12 +159,6 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, change: Any, sa
         prepared(work, "dtype=float16")
 
 
-def test_keys_that_contradict(tmp_path: Path) -> None:
-    work = fp8_workspace(tmp_path)
-    with pytest.raises(RefusedError, match="cannot be in 16 bit and in 4 bit"):
-        load_recipe(work / "recipe.yaml", ["load_in_16bit=true", "load_in_4bit=true"])
-
-
 def test_large_weights_are_unpacked_only_where_scales_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = packed_weights.PackedWeight(
         torch.zeros(1, 32, 1, 16, dtype=torch.uint8), torch.full((1, 32, 1), 120, dtype=torch.uint8),

@@ -15,7 +15,6 @@ from tests.support.e2e import STAGES, STAGES_OF_TWO, finetune, make_model, make_
 from tests.support.tiny import logits_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "attention": ("llama", {"modules_to_save": ["self_attn"], "target_modules": ["gate_proj"]}),
     "inside a saved one": ("llama", {"modules_to_save": ["self_attn"], "target_modules": "all-linear"}),
     "a pattern": ("llama", {"modules_to_save": ["self_attn", "norm"], "target_modules": ".*(q_proj|gate_proj)"}),
     "both": ("llama", {"modules_to_save": ["q_proj"], "target_modules": ["q_proj", "v_proj"]}),

@@ -559,27 +559,6 @@ def test_evaluation_is_without_smoothing_and_noise(folder: Path) -> None:
 # --- starting from adapters of other programs -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "where"),
-    [
-        ("tied", {"modules_to_save": ["lm_head"]}, "lora.start_from"),
-        ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "adapter_config.json"),
-        ("untied", {"lora_bias": True}, "adapter_config.json"),
-    ],
-)
-def test_an_adapter_that_cannot_be_trained_further_is_refused(
-    model: str, options: dict[str, Any], where: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    """Story: the hint was to leave a key out that the recipe does not have."""
-    folder = make_workspace(tmp_path / "work", models[model])
-    random_adapter(folder / "model", folder / "first", **options)
-    with pytest.raises(RefusedError) as raised:
-        setup_of(folder, *_start(folder))
-    problem = raised.value.problems[0]
-    assert str(problem.where).endswith(where)
-    assert f"roundpipe export {folder / 'first'} --merge" in str(problem.hint)
-
-
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_tables_beside_an_adapter_must_be_the_base_s(model: str, tmp_path: Path, models: dict[str, Path]) -> None:
     """They are not trained, so the result would not hold them."""
