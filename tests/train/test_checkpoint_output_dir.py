@@ -42,9 +42,6 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
     save_groups(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep=keep)
 
 
-# --- starting ---------------------------------------------------------------------------------------------------------
-
-
 def test_states_with_and_without_resume(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(NoCheckpointError) as nothing, OutputDir(folder, resume=True):
@@ -130,9 +127,6 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
             assert caught.value.exit_code == 2 and str(path) in str(caught.value)
 
 
-# --- one run at a time ------------------------------------------------------------------------------------------------
-
-
 def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     """The real thing: another interpreter, killed; afterwards the lock is gone, though a child of it lives on."""
     script = (
@@ -179,9 +173,6 @@ def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, by_killed: bool) 
             OutputDir(tmp_path).__enter__()
 
 
-# --- kills ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_sigkill_at_each_fault_point_of_a_save(tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Points 1-3 lie before a file each, 4 before the rename, 5 before the removal of the oldest; there is no 6th."""
@@ -201,9 +192,6 @@ def test_sigkill_at_each_fault_point_of_a_save(tmp_path: Path, nth: int, monkeyp
     assert process.exitcode == (-signal.SIGKILL if nth <= 5 else 0)
     assert load_newest(tmp_path, warn=pytest.fail).step == (2 if nth <= 4 else 3)
     assert len(list_checkpoints(tmp_path)) == (3 if nth == 5 else 2)
-
-
-# --- full disk --------------------------------------------------------------------------------------------------------
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +216,6 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 with OutputDir(tmp_path, resume=True):
                     _save(tmp_path, saved + 1, keep=5)
                 assert load_newest(tmp_path).step == saved + 1
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def _rows(*steps: int) -> str:

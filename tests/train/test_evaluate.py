@@ -71,9 +71,6 @@ def evaluations(output_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
-# --- the engine ---------------------------------------------------------------------------------------------------
-
-
 def plain_scores(plain: torch.nn.Module, microbatch: Microbatch) -> tuple[float, torch.Tensor, torch.Tensor]:
     """Loss sum, log-probabilities of the targets, and of every token there in float64, by plain PyTorch."""
     with torch.no_grad():
@@ -138,9 +135,6 @@ def test_adapters_switched_off_leave_the_base_model() -> None:
         assert abs(without.loss_sum - with_adapter.loss_sum) > 1e-3
 
 
-# --- held-out rows ------------------------------------------------------------------------------------------------
-
-
 def test_held_out_rows_are_a_function_of_the_seed() -> None:
     held = held_out_positions(1000, 0.1, 3)
     assert len(held) == 100 and len(set(held.tolist())) == 100 and held.tolist() == sorted(held.tolist())
@@ -168,9 +162,6 @@ def test_rows_are_held_out_or_trained_never_both(tmp_path: Path) -> None:
     assert len({dataset.content_hash, train.content_hash, held.content_hash}) == 3
     with pytest.raises(RefusedError, match="none is left"):
         hold_out(dataset, 20, seed=1)
-
-
-# --- the command line ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_writes_the_loss_that_plain_pytorch_computes(whole: tuple[Path, Outcome]) -> None:

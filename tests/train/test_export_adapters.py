@@ -195,9 +195,6 @@ def test_a_tied_table_and_other_layers_are_merged_together(tmp_path: Path, touch
     assert "no longer tied" in check(tmp_path)
 
 
-# --- what only PEFT knows ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["kasa", "velora", "monteclora"])
 def test_generate_takes_adapters_that_only_peft_can_compute_with(tmp_path: Path, what: str) -> None:
     """As the refusals of `--merge` say."""

@@ -32,9 +32,6 @@ def folder(tmp_path: Path, model: Path) -> Path:
     return make_workspace(tmp_path / "a folder", model, **STAGES)
 
 
-# --- lines ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_is_one_line_of_a_terminal() -> None:
     """With the epoch, and the time of day of the end; on a narrow terminal what says least is left out."""
     short = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=3608.4)
@@ -78,9 +75,6 @@ def test_a_download_says_what_is_left() -> None:
     part = Fetching(3, 12, 2**30, 4 * 2**30, 2.0**26)
     assert fetching_line(part) == "downloading: 3 of 12 files, 1 GiB of 4 GiB, 64 MiB/s, 48 s left"
     assert fetching_line(replace(part, bytes_per_s=0.0)) == "downloading: 3 of 12 files, 1 GiB of 4 GiB"
-
-
-# --- streams --------------------------------------------------------------------------------------------------------
 
 
 def _write_to(path: str, *streams: int) -> None:

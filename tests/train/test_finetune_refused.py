@@ -38,9 +38,6 @@ def says(done: Outcome, *texts: str) -> None:
         assert text in done.err, done.err
 
 
-# --- models ---------------------------------------------------------------------------------------------------------
-
-
 def _hub_cache_in(folder: str) -> None:
     constants.HF_HUB_CACHE = folder
 
@@ -76,18 +73,12 @@ def test_what_is_no_model(folder: Path) -> None:
     says(refused(folder, "model=cut"), "a file of the weights cannot be read", "cut/model.safetensors")
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
 def test_fewer_rows_than_a_step_takes(folder: Path) -> None:
     done = refused(folder, "gradient_accumulation_steps=100")
     says(done, "fewer rows than one step takes", "found: 10 rows", "hint: gradient_accumulation_steps=5\n")
     assert "of weights" not in done.err, "said before anything large is loaded"
     done = refused(folder, "micro_batch_size=16")
     says(done, "hint: gradient_accumulation_steps=1 micro_batch_size=10\n")
-
-
-# --- recipe ---------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_that_the_model_has_no_embedding_for(folder: Path) -> None:
@@ -103,9 +94,6 @@ def test_tokens_that_the_model_has_no_embedding_for(folder: Path) -> None:
     done = finetune(folder).expect(2)
     says(done, "tokens that the model has no embedding for", "found: token 313, '<w54>'", "expected: ids below 300")
     assert (folder / "out").is_dir()
-
-
-# --- output directory -----------------------------------------------------------------------------------------------
 
 
 def test_output_directories_that_cannot_be(folder: Path) -> None:
@@ -160,9 +148,6 @@ def test_metrics_that_cannot_be_written(folder: Path) -> None:
     says(running.finish().expect(5), "could not write the metrics of step", "metrics.jsonl")
     finetune(folder, "max_steps=1").expect(0)  # no checkpoint yet: the run starts afresh
     assert [row["step"] for row in numbers(folder / "out")] == [1]
-
-
-# --- command line ---------------------------------------------------------------------------------------------------
 
 
 def test_without_a_command_there_is_help(folder: Path) -> None:

@@ -90,9 +90,6 @@ def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
 
 
-# --- files of a run -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_run_leaves_the_documented_files(runs: Runs, method: str) -> None:
     folder, done = runs[method]
@@ -128,9 +125,6 @@ def test_the_saved_recipe_says_everything_and_gives_the_same_run_again(runs: Run
     assert saved.recipe == decided, "rules of the vocabulary and of memory, which may be others later"
     run(folder, "finetune", "out/recipe.yaml", "output_dir=again").expect(0)
     assert_same_run(folder / "out", folder / "again")
-
-
-# --- the result in other programs -----------------------------------------------------------------------------------
 
 
 MOE_TYPES = [
@@ -184,9 +178,6 @@ def test_the_full_model_is_the_trained_one(runs: Runs) -> None:
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-# --- packing, mixing and templates ------------------------------------------------------------------------------------
-
-
 def test_packing_and_mixing_are_told_and_a_template_of_the_recipe_saved_with_the_result(folder: Path) -> None:
     """What neither can be: tests/data/test_packing.py, tests/data/test_data_dataset.py; how rows are mixed:
     tests/data/test_data_batching.py."""
@@ -204,9 +195,6 @@ def test_packing_and_mixing_are_told_and_a_template_of_the_recipe_saved_with_the
     assert "packing: 48 rows in" in done.err and "% full" in done.err
     assert "no step is tried before the first one, since packed sequences" in done.err
     assert AutoTokenizer.from_pretrained(str(folder / "out")).chat_template == template
-
-
-# --- the routers' balancing loss: `output_router_logits: true` in the model's configuration ---------------------------
 
 
 def test_the_balancing_loss_is_trained_not_evaluated_and_resumes_to_the_bit(tmp_path: Path) -> None:

@@ -130,9 +130,6 @@ def test_a_signal_while_torch_loads(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-# --- resume ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_finished_result_of_which_a_file_is_gone_is_written_again(work: Path, whole: Path) -> None:
     """It once said that the result is there. Without a checkpoint it says what is missing."""
     out = work / "out"

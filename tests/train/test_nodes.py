@@ -304,9 +304,6 @@ def test_what_cannot_be_shared_is_refused(workspace: Path) -> None:
     assert "on_oom" in finetune(workspace, "output_dir=few", "on_oom=adapt", environment=alone).expect(2).err
 
 
-# --- one decides: fresh, resume, refused ----------------------------------------------------------------------------
-
-
 def test_only_the_first_machine_looks_at_the_output_directory(workspace: Path, by_two: list[Outcome]) -> None:
     """The second one once was refused for what lay on its own disk, and the first waited out the watchdog."""
     folder = copy_of(workspace, "one-looks")
@@ -491,8 +488,6 @@ def test_two_machines_of_one_number_are_refused(monkeypatch: pytest.MonkeyPatch)
         Nodes(1, 3)._connect()
 
 
-# --- what must agree ------------------------------------------------------------------------------------------------
-
 DIFFERENCES = (
     *("seed=7", "learning_rate=0.02", "lora.r=8", "lora.alpha=4", "lora.dropout=0", "max_seq_length=48"),
     *("micro_batch_size=2", "gradient_accumulation_steps=2", "micro_batch_tokens=128", "save_steps=3", "eval_steps=2"),
@@ -512,9 +507,6 @@ def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> No
         assert key in outcome.expect(2).err, outcome.err
         assert outcome.seconds < 20
     assert not (folder / "out" / "metrics.jsonl").exists()
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_killed_continues_on_any_number_of_machines(trained: Path) -> None:

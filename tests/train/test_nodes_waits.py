@@ -195,9 +195,6 @@ def test_a_failed_checkpoint_ends_all_by_its_own_name(workspace: Path, saved: Pa
         assert tensors_of(folder / "out") == tensors_of(saved) != {}
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
-
-
 def test_all_begin_again_where_the_first_dies_while_it_writes_the_result(workspace: Path) -> None:
     """The others once had ended with 0, and its restart waited for them in vain."""
     folder = copy_of(workspace, "ends")

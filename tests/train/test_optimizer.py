@@ -176,8 +176,6 @@ def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName
     assert bits[1] == bits[3] == bits[12]
 
 
-# --- host bytes -------------------------------------------------------------------------------------------------------
-
 MANY, FEWER = 48 * 2**20, 16 * 2**20
 """Parameters: with two bytes each there have to be more, lest what else the process holds shows."""
 

@@ -147,9 +147,6 @@ def test_a_step_lasts_from_the_end_of_the_step_before(
     assert found is not None and found.by_cause_s["update"] > 0.07
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("words", "step"), [([], 3), (["max_grad_norm=0"], 3), ([], 5)])
 def test_a_failing_update_ends_the_step_beside_it(
     words: list[str], step: int, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: Any
@@ -175,9 +172,6 @@ def test_a_failing_update_ends_the_step_beside_it(
     assert f"step {step + 1}, layer block.1" in str(caught.value) and "fault asked for" in str(caught.value)
     assert len(metrics(trainer.output_dir)) == {3: 4, 5: 5}[step], "the step beside it is not finished"
     assert not (trainer.output_dir / "report.json").exists()
-
-
-# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def test_an_update_waits_until_a_slow_checkpoint_has_its_layer(

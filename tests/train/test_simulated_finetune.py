@@ -248,8 +248,6 @@ def test_links_that_cannot_be_measured_are_assumed(monkeypatch: pytest.MonkeyPat
         assert devices.slowest_link_bytes_per_s(["cuda:0"]) == devices.ASSUMED_LINK_BYTES_PER_S
 
 
-# --- float16_accumulation, and deterministic sums ---------------------------------------------------------------------
-
 NARROW = ("dtype=float16", "float16_accumulation=true")
 
 

@@ -556,9 +556,6 @@ def test_evaluation_is_without_smoothing_and_noise(folder: Path) -> None:
     assert metrics(folder / "out0")[0]["loss"] != pytest.approx(metrics(folder / "out1")[0]["loss"], rel=1e-3)
 
 
-# --- starting from adapters of other programs -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_tables_beside_an_adapter_must_be_the_base_s(model: str, tmp_path: Path, models: dict[str, Path]) -> None:
     """They are not trained, so the result would not hold them."""
