@@ -204,7 +204,7 @@ RUN_ELSEWHERE = {  # beginning of a command -> what runs it with other files, or
     "python -m roundpipe_cli.cli.eval": "tests/train/test_lm_eval.py",
     "python -m tests.": "by hand: they rewrite golden files",
     "roundpipe finetune": "tests/train/test_finetune_*.py, with tiny models",
-    "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_bench_run.py",
+    "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_simulated_finetune.py",
     "roundpipe watch": "tests/dashboard/test_dashboard_watch.py",
     "roundpipe runs": "tests/cli/test_runs.py",
     "roundpipe download": "tests/cli/test_download.py, against a small hub on this machine",

@@ -205,7 +205,7 @@ HELD = {
     "early_stopping_patience": "train/test_evaluate.py::test_early_stopping_ends_the_run_with_its_result",
     "save_steps": "train/test_finetune_result.py::test_a_run_leaves_the_documented_files",
     "logging_steps": "train/test_finetune_output.py::test_steps_go_to_stdout_and_words_to_stderr",
-    "report_to": "train/test_trackers.py::test_tensorboard_has_the_metrics_of_every_step",
+    "report_to": "train/test_finetune_output.py::test_tensorboard_has_the_metrics_of_every_step",
     "hub_model_id": "test_release.py::test_a_finished_run_is_uploaded_where_its_recipe_says_so",
     "resume_from_checkpoint": "train/test_finetune_resume.py::test_a_named_checkpoint_of_another_run",
     "on_oom": "train/test_adapt.py::test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches",

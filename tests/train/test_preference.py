@@ -33,7 +33,7 @@ from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.adapters import random_adapter
 from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
 from tests.support.tiny import make_rig, random_microbatches, schedule_for
-from tests.train.test_row_weights import step
+from tests.train.test_distillation import step
 
 BETA = 0.3
 SIZES = [(4, 11), (2, 9), (4, 7)]
