@@ -17,12 +17,8 @@ from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from tests.support.e2e import launch, make_workspace
 from tests.torture import guard
 
-CANARIES = {
-    name: f"canary-{index}-Zx81kQw7"
-    for index, name in enumerate(
-        ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")
-    )
-}
+NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")
+CANARIES = {name: f"canary-{index}-Zx81kQw7" for index, name in enumerate(NAMES)}
 
 
 @pytest.fixture
@@ -44,7 +40,6 @@ def leaks(folder: Path) -> list[str]:
         (("model=./nothing-{HF_TOKEN}",), "", 2),
         (("datasets=[{{path: 'https://me:{WANDB_API_KEY}@example.org/rows.jsonl'}}]", "--offline"), "", 2),
         (("learning_rate={AWS_SECRET_ACCESS_KEY}",), "", 2),
-        pytest.param((), "optimizer:raise:step=1", 1, marks=pytest.mark.sweep),
         ((), "compute:raise:step=1", 1),
     ],
 )
@@ -67,8 +62,7 @@ def test_secrets_are_masked() -> None:
 def test_a_secret_of_any_characters_is_masked_in_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:
-    """In events.jsonl secrets with quotes, or other than ASCII characters, were masked after JSON had escaped them:
-    nothing was found."""
+    """Secrets with quotes, or other than ASCII, were masked in events.jsonl after JSON had escaped them."""
     monkeypatch.setenv("WANDB_API_KEY", secret)
     recorder = EventRecorder(tmp_path, run_clock(), lambda event: None)
     with recorder.opened(0):
@@ -77,17 +71,14 @@ def test_a_secret_of_any_characters_is_masked_in_every_file(
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     texts = [str(line["text"]) for line in lines if line["event"] == "Notice"]
     assert [text.replace("'", "").replace('"', "") for text in texts] == ["asked with ***", "found ***", "found ***"]
-    assert redact_values({"a": [secret, 1, None], "b": {"c": f"x {secret}"}}) == {
-        "a": ["***", 1, None],
-        "b": {"c": "x ***"},
-    }
+    masked = {"a": ["***", 1, None], "b": {"c": "x ***"}}
+    assert redact_values({"a": [secret, 1, None], "b": {"c": f"x {secret}"}}) == masked
 
 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ((), 0),
-        (("--offline", "max_steps=1"), 0),
+        (("max_steps=1",), 0),
         (("--offline", "model=nobody/nothing"), 2),  # names of the hub
         (("--offline", "datasets=[{path: nobody/rows}]"), 2),
     ],
@@ -128,8 +119,7 @@ def test_state_is_private_and_the_result_is_not(folder: Path, mask: int, monkeyp
     ],
 )
 def test_old_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, old: dict[str, str], words: str) -> None:
-    """Unsafe ones, and those with which hundreds of our tests fail. Story: an older PEFT ended the run by an
-    ImportError, and only `doctor` knew why."""
+    """Story: an older PEFT ended the run by an ImportError, and only `doctor` knew why."""
     floors.check_floors()
     real = importlib.metadata.version
     monkeypatch.setattr(floors, "version", lambda name: old.get(name) or real(name))

@@ -49,8 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> Path:
 
 
 def test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
-    """Three times too much: no bit changes at first, then 4 rows become 2, then 1; rows, loss and curve stay. A run
-    resumes so: tests/train/test_finetune_resume.py."""
+    """Three times too much: no bit changes at first, then 4 rows become 2, then 1; rows, loss and curve stay."""
     faults = f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=3:nth=1,compute:raise=MemoryError:step=4:nth=2"
     done = finetune(folder, "on_oom=adapt", fault=faults).expect(0)
     assert "step 3: out of memory on a worker" in done.err and "write pipeline.recompute: layer" in done.err
@@ -178,8 +177,7 @@ def test_skipped_steps_change_no_weight_and_are_counted(folder: Path, whole: Pat
 
 
 def test_a_loss_scale_is_halved_down_to_1_alone(folder: Path) -> None:
-    """Below 1 the scale is not the cause: the run left steps out for ever. It is doubled after `GROWTH_STEPS` updates
-    in a row."""
+    """Below 1 it is not the cause: the run left steps out for ever. `GROWTH_STEPS` updates in a row double it."""
     overflow: Any = SimpleNamespace(loss=1.0, gradient_norm=math.inf)
     dataset: Any = None
     recipe = load_recipe(str(folder / "recipe.yaml"), ["dtype=float16"]).recipe
@@ -238,8 +236,7 @@ def test_not_finite_stops_before_the_update(folder: Path, whole: Path) -> None:
 
 
 def test_float16_overflow_skips_and_halves_the_scale(folder: Path) -> None:
-    """A head so steep that the scaled gradient leaves float16: halved until it fits, and the loss falls. That the scale
-    is restored: tests/train/test_finetune_resume.py."""
+    """A head so steep that the scaled gradient leaves float16: halved until it fits, and the loss falls."""
     path = folder / "model" / "model.safetensors"
     weights = load_file(path)
     weights["lm_head.weight"] *= 10

@@ -23,18 +23,17 @@ from roundpipe_cli.engine.parity import Proof
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.prepare import setup as preparing
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.generate import load_result
-from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.model.test_multimodal import multimodal
 from tests.model.test_quantized_files import save_in_4bit
 from tests.support.adapters import by_peft, layout, load_whole
 from tests.support.e2e import STAGES_OF_TWO, edit_json, make_model, make_tokenizer, make_workspace
 from tests.support.tiny import logits_of, plain_copy
+from tests.train.test_training_options import train
 
 WRAPPERS = ("mistral3", "qwen3_vl")
 STARTS: dict[str, dict[str, Any]] = {
@@ -156,8 +155,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_merged_and_continued_adapters_compute_what_peft_computes(
     bases: dict[str, Base], tmp_path: Path, name: str, start: str, tables: tuple[str, ...], monkeypatch: Any
 ) -> None:
-    """Stories: adapters that began by PiSSA were merged into the whole base, 0.42 away in their logits. MiCA trains A
-    alone: B was missing in the result, which could not be merged or trained further."""
+    """Stories: adapters by PiSSA were merged into the whole base; of MiCA, which trains A alone, B was missing."""
     base, adapter = bases[name], tmp_path / "adapter"
     trained = make_adapter(base, adapter, **STARTS[start], **({"modules_to_save": list(tables)} if tables else {}))
     expected = by_peft(base.load(), adapter)
@@ -185,10 +183,7 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     assert_equal(logits_of(plain_copy(setup.model, setup.store)), expected)
     if start not in TRAINED:
         return
-    out.mkdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's, when it saves
-        Trainer(setup, out, StopSignals(), Reporting(lambda event: None)).run()
+    train(setup, out)
     trained = logits_of(plain_copy(setup.model, setup.store))
     assert float((trained - expected).abs().max()) > 0.01
     assert_equal(by_peft(base.load(), out), trained)

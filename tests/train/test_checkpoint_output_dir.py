@@ -83,20 +83,10 @@ def test_leftovers_are_removed_only_where_they_are_ours(tmp_path: Path) -> None:
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".roundpipe", ".roundpipe.lock", ".tmp-of-another-tool"]
     assert tmp_path.parent.is_dir()
-
-
-@pytest.mark.parametrize(
-    "damage", [b"", b"[" * 10_000, b'{"not_ours": 3}', b"[]"], ids=["empty", "deep", "number", "list"]
-)
-def test_a_damaged_marker_removes_nothing(tmp_path: Path, damage: bytes) -> None:
-    """Story: a marker that could not be read meant that everything was ours, another tool's folder too."""
-    (tmp_path / ".tmp-of-another-tool").mkdir()
-    with OutputDir(tmp_path):
-        pass
-    (tmp_path / ".roundpipe").write_bytes(damage)
-    with OutputDir(tmp_path):
-        pass
-    assert (tmp_path / ".tmp-of-another-tool").is_dir()
+    for damage in (b"", b"[" * 10_000, b'{"not_ours": 3}', b"[]"):  # Story: then everything was ours
+        (tmp_path / ".roundpipe").write_bytes(damage)
+        with OutputDir(tmp_path):
+            assert (tmp_path / ".tmp-of-another-tool").is_dir(), damage
 
 
 def test_a_lock_that_names_no_process_is_not_a_bug(tmp_path: Path) -> None:

@@ -93,9 +93,7 @@ def _failing(*args: object) -> Any:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_old_checkpoints_that_cannot_be_removed_or_listed_are_only_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_checkpoints_that_cannot_be_removed_or_listed_are_only_reported(tmp_path: Path, monkeypatch: Any) -> None:
     told: list[str] = []
     for step in (1, 2):
         _save(tmp_path, step)
@@ -178,8 +176,7 @@ def test_truncations(two: Path) -> None:
 
 
 def test_bit_flips(two: Path) -> None:
-    """Detected or harmless; never another state. One flip of the manifest's version digit is taken for a newer
-    release (exit 6), which is detection too."""
+    """Detected or harmless. A flip of the manifest's version is taken for a newer release (exit 6): detection too."""
     draw = random.Random(1)
     files = sorted((two / "step-00000020").iterdir())
     num_detected = 0
@@ -308,9 +305,7 @@ def test_a_pickle_under_our_names_is_never_opened(two: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename", "open", "mkdir"])
-def test_an_error_at_every_call_of_a_save_commits_nothing(
-    two: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_an_error_at_any_call_of_a_save_commits_nothing(two: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """EIO and ENOSPC at each single system call; the error is raised once, so a retry would show as a commit."""
     real = getattr(os, call)
     for code in (errno.EIO, errno.ENOSPC):

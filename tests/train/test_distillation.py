@@ -71,8 +71,7 @@ def taught(microbatches: list[Microbatch], kept: int, weight: float, temperature
 
 
 def plain_loss(rig: Rig, microbatches: list[Microbatch]) -> float:
-    """The definition with full logits in float64, and its gradients by autograd: K + 1 outcomes, or where the teacher
-    kept the whole vocabulary the plain divergence."""
+    """By autograd in float64: K + 1 outcomes, or where the teacher kept the whole vocabulary the plain divergence."""
     rig.plain.zero_grad(set_to_none=True)
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for one in microbatches:

@@ -380,8 +380,7 @@ def test_samples_are_the_same_where_no_card_has_room_to_stream_them(folder: Path
 
 
 def test_a_type_that_does_not_generate_is_trained_and_has_samples(tmp_path: Path, model: Path) -> None:
-    """Story: transformers' `generate` of a type that we train may fail, here by a tensor that has no place; a run ended
-    with it."""
+    """Story: transformers' `generate` of a type that we train may fail, here by a tensor without a place; a run did."""
     folder = make_workspace(tmp_path / "work", model)
     shutil.rmtree(folder / "model")
     AutoModelForCausalLM.from_config(tiny_config_of("camembert", vocab_size=300)).save_pretrained(folder / "model")
@@ -392,8 +391,7 @@ def test_a_type_that_does_not_generate_is_trained_and_has_samples(tmp_path: Path
 
 
 def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_in_export: Path) -> None:
-    """Story: they were taken as they were, and a flipped bit of them was in the result. At a resume the search begins
-    anew; while the result is written, nothing of them is taken."""
+    """Story: a flipped bit was in the result. At a resume the search begins anew; a result takes nothing of them."""
     out = Path(shutil.copytree(killed_in_export, folder / "out"))
     best = out / f"best-{evaluations(out)[-1]['step']:08d}"
     verify_best(best)
@@ -423,8 +421,7 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
 
 @pytest.mark.parametrize("stages", [[[0, 3]], [[0, 1], [2, 3]]])
 def test_nan_in_a_pass_without_training_ends_the_run(folder: Path, stages: list[list[int]]) -> None:
-    """Story: a stage that ends in the head lost a planted NaN. Step 2, counted from 0, follows the evaluation of the
-    weights after step 2, so that evaluation's pass is the first computation with that number."""
+    """Story: a stage that ends in the head lost a planted NaN. The first pass of step 2 is that of the evaluation."""
     words = (*EVALUATION, "eval_samples=0", "pipeline.devices=[cpu]", f"pipeline.forward_stages={stages}")
     done = finetune(folder, *words, fault="compute:nan:step=2:nth=1").expect(4)
     assert "the loss of the evaluation is not finite" in done.err and "after step 2" in done.err

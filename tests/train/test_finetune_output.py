@@ -194,8 +194,7 @@ def test_a_missing_package_is_told_before_anything_loads(name: str, folder: Path
 
 
 def tracked(tmp_path: Path, patch: pytest.MonkeyPatch, flush_s: float = 10.0, num_steps: int = 3, **parts: Any) -> Any:
-    """Events of a run, and the settings that a tracker of the test's making was given: there is no way to make a real
-    one fail on demand. `parts`: its `init`, `log` and `close`."""
+    """Events of a run, and the settings given to a tracker of ours, which fails by its `init`, `log` or `close`."""
     patch.setenv("WANDB_API_KEY", SECRET)
     told, given = list[Event](), list[RunInfo]()
 

@@ -31,14 +31,12 @@ from tests.support.e2e import (
     STAGES,
     STAGES_OF_TWO,
     Outcome,
-    assert_same_run,
     edit_json,
     finetune,
     make_model,
     make_workspace,
     metrics,
     numbers,
-    run,
     write_rows,
 )
 from tests.support.tiny import logits_of, plain_copy
@@ -71,10 +69,7 @@ EXPERTS = "mlp.experts"
 
 
 def train_here(folder: Path, *overrides: str, told: list[str] | None = None) -> Setup:
-    """Train in this process; the model and weights that were trained come back.
-
-    `told` gets the notices.
-    """
+    """Train in this process; the model and weights that were trained come back. `told` gets the notices."""
     events: list[Event] = []
     loaded = load_recipe(folder / "recipe.yaml", overrides)
     output_dir = Path(loaded.recipe.output_dir)
@@ -116,15 +111,13 @@ def test_a_run_leaves_the_documented_files(runs: Runs, method: str) -> None:
     assert "the result is in out" in done.err
 
 
-def test_the_saved_recipe_says_everything_and_gives_the_same_run_again(runs: Runs) -> None:
+def test_the_saved_recipe_says_everything(runs: Runs) -> None:
     folder, _ = runs["lora"]
     saved = load_recipe(folder / "out" / "recipe.yaml")
     assert saved.recipe.lora.r == 2 and saved.recipe.learning_rate == 1.5e-2
     asked = load_recipe(folder / "recipe.yaml", OVERRIDES).recipe
     decided = replace(asked, head_chunk_tokens=1024, pipeline=replace(asked.pipeline, sequence_chunks=1))
     assert saved.recipe == decided, "rules of the vocabulary and of memory, which may be others later"
-    run(folder, "finetune", "out/recipe.yaml", "output_dir=again").expect(0)
-    assert_same_run(folder / "out", folder / "again")
 
 
 MOE_TYPES = [
@@ -137,8 +130,7 @@ MOE_TYPES = [
 @pytest.mark.parametrize("expert_r", ["auto", 3])
 @pytest.mark.parametrize("model_type", MOE_TYPES)
 def test_one_rule_adapts_experts_and_never_a_router(folder: Path, model_type: str, expert_r: object) -> None:
-    """PEFT adapted Qwen3's experts and router at r, gpt-oss's attention alone, and lost GLM's shared experts. What a
-    run's first lines list, what `plan` counts and what PEFT loads is what the file holds."""
+    """PEFT adapted Qwen3's router, too. A run's first lines, `plan` and PEFT find what the file holds."""
     make_model(folder / "moe", model_type, num_hidden_layers=2)
     told: list[str] = []
     words = ("model=moe", "lora.dropout=0", "lora.r=8", f"lora.expert_r={expert_r}", "max_steps=1", "warmup_steps=0")
@@ -179,8 +171,7 @@ def test_the_full_model_is_the_trained_one(runs: Runs) -> None:
 
 
 def test_packing_and_mixing_are_told_and_a_template_of_the_recipe_saved_with_the_result(folder: Path) -> None:
-    """What neither can be: tests/data/test_packing.py, tests/data/test_data_dataset.py; how rows are mixed:
-    tests/data/test_data_batching.py."""
+    """How rows are packed and mixed: tests/data."""
     for name in ("rows", "more"):
         write_rows(folder / f"{name}.jsonl", 24)
     mixed = "datasets=[{path: rows.jsonl, weight: 3}, {path: more.jsonl, weight: 1}]"

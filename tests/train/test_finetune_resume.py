@@ -228,11 +228,8 @@ def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
     assert "of another run" in done.err and "resume_from_checkpoint=auto" in done.err
 
 
-def test_every_value_of_a_checkpoint_is_restored(
-    tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint of a run that was only restored says what the one says that it was restored from, for values that
-    no run begins with."""
+def test_every_value_of_a_checkpoint_returns(tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a run that was only restored says what that one says, for values that no run begins with."""
     words = ("dtype=float16", "save_steps=2", "max_steps=2", "early_stopping_patience=9", "eval_steps=2")
     words = (*words, "eval_datasets=[{path: rows.jsonl}]", "on_oom=adapt", "micro_batch_size=2")
     first = trainer_of(tmp_path / "first", two_blocks, *words)
@@ -287,8 +284,7 @@ CASES: dict[str, tuple[list[str], int, float, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_epochs_end_whole_with_other_rows_a_step(folder: Path, whole: Path, case: str) -> None:
-    """Steps that are done were taken from the new total, though they had other rows: a run of three epochs ended at
-    2.73, or at 3.8, and nothing was said of epochs."""
+    """Done steps were taken from the new total: a run of three epochs ended at 2.73, or at 3.8, in silence."""
     words, num_steps, last_epoch, said = CASES[case]
     if case == "more rows":
         write_rows(folder / "rows.jsonl", 20)
@@ -323,8 +319,7 @@ def test_fewer_epochs_than_are_done_are_refused(folder: Path, whole: Path) -> No
 
 @pytest.mark.parametrize("state", ["finished", "killed", "continued"])
 def test_going_back(work: Path, state: str) -> None:
-    """Of a finished run it did nothing, and the exit code was 0. Killed before the next save, it once took the newest
-    step: the metrics had rows 1, 2, 3, 4, 9."""
+    """Of a finished run it did nothing. Killed before the next save, it took the newest step: rows 1, 2, 3, 4, 9."""
     whole, out = numbers(work / "out"), work / "out"
     words, last = (["num_train_epochs=4"], 12) if state == "continued" else ([], 9)
     again = GO_BACK

@@ -341,25 +341,13 @@ def test_a_type_may_be_left_out() -> None:
     assert with_gguf_type(["out", "--gguf=q4_0"]) == ["out", "--gguf=q4_0"]
 
 
-def test_a_merged_adapter_is_read_with_the_same_logits(tmp_path: Path) -> None:
-    """In float32 the file has the folder's weights bit for bit, and its answers with them."""
-    random_adapter(make_model(tmp_path / "model"), tmp_path / "adapter")
-    words = ("--merge", "--base", "model", "--gguf", "f32", "--to", "whole")
-    run(tmp_path, "export", "adapter", *words).expect(0)
-    read = logits_of(read_by_transformers(tmp_path / "whole"))
-    assert torch.equal(read, logits_of(load_whole(tmp_path / "whole")))
-    assert not torch.allclose(read, logits_of(load_whole(tmp_path / "model")), atol=1e-3), "the adapter is in it"
-
-
-@pytest.mark.parametrize("umask", [0o002, *(pytest.param(umask, marks=pytest.mark.sweep) for umask in (0o022, 0o077))])
-def test_modes_follow_the_users_umask(tmp_path: Path, umask: int) -> None:
+def test_modes_follow_the_users_umask(tmp_path: Path) -> None:
     """Story: the GGUF file was readable by its owner alone: a server that ran as another user could not open it."""
     make_model(tmp_path / "model", num_hidden_layers=1)
-    before = functools.partial(os.umask, umask)
+    before = functools.partial(os.umask, 0o002)
     launch(tmp_path, "export", "model", "--to", "copy", "--gguf", "bf16", before=before).finish().expect(0)
-    for path in (tmp_path / "copy").iterdir():
-        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
-    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "copy").iterdir()} == {0o664}
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o775
 
 
 # --- adapters: names are llama.cpp's ----------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ WORDS = ("--tasks", ",".join(TASKS), "--include-path", "tasks", "--json")
 
 
 def write_tasks(folder: Path) -> None:
-    """Tasks of choices, of whole texts, shorter and longer than a row of 64 tokens, and of answers; one without
-    its data."""
+    """Tasks of choices, of whole texts, shorter and longer than 64 tokens, and of answers; one without its data."""
     (folder / "tasks").mkdir()
     choices = [{"q": f"{n} plus one is", "choices": [f" {n + 1}", " seven or so", " a"], "a": n % 3} for n in range(9)]
     texts = [{"text": " ".join(f"Line {n}.{m} of a text." for m in range(7 * n))} for n in range(1, 5)]

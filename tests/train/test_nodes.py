@@ -77,8 +77,7 @@ def copy_of(folder: Path, name: str) -> Path:
 
 
 def start(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Running]:
-    """`count` processes of one run, each in a folder of its own; `environments` names more variables by process: p0,
-    p1."""
+    """`count` processes of one run, each in its folder; `environments`: more variables by process, p0, p1."""
     return [
         start_one(folder, rank, count, port, *words, **environments.get(f"p{rank}", {}))
         for port in (free_port(),)
@@ -159,8 +158,7 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list
 
 
 def test_microbatches_filled_by_tokens_are_shared_in_float16_too(workspace: Path) -> None:
-    """Rows are short, so that a step has fewer microbatches than full rows would make. The norm is that of gradients
-    without the loss scale, as on one machine."""
+    """Rows are short: a step has fewer microbatches than of full rows. The norm is that without the loss scale."""
     words = ("micro_batch_tokens=auto", "lora.dropout=0", "max_steps=3", "dtype=float16")
     finetune(workspace, *words, "output_dir=one").expect(0)
     succeed(workspace, 2, *words, "output_dir=two")
@@ -172,8 +170,7 @@ FULL = ("method=full", "learning_rate=1e-3", "save_steps=2", "max_steps=5")
 
 @pytest.fixture(scope="module")
 def trained(workspace: Path) -> Path:
-    """Full fine-tuning alone, into `full1`, and by two processes, each with all of the optimizer's state, into
-    `full2`."""
+    """Full fine-tuning alone, into `full1`, and by two processes, each with the whole optimizer, into `full2`."""
     finetune(workspace, *FULL, "output_dir=full1").expect(0)
     succeed(workspace, 2, *FULL, "output_dir=full2")
     return workspace
@@ -184,8 +181,7 @@ def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: 
 
 
 def test_a_lost_device_is_its_machines_own_affair(trained: Path) -> None:
-    """Before and after its machine gave gradients of the step to the other: at a worker's first operation, which is in
-    the forward, and at the step's last one, where it waits for gradients of other layers to be given."""
+    """Before and after its machine gave gradients to the other: at a worker's first operation, and its last."""
     words, port = (*FULL, "output_dir=lost"), free_port()
     first = start_one(trained, 0, 2, port, *words, ROUNDPIPE_FAULT="compute:raise=DeviceFault:step=2:worker=1:nth=1")
     command, after = ("finetune", "recipe.yaml", *words), partial(lose_after_gradients, 3)
@@ -257,9 +253,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
         ("first/adapter_model.safetensors", ("lora.start_from=first", "lora.dropout=0"), "trained weights of block"),
     ],
 )
-def test_other_bytes_on_one_machine_are_refused(
-    workspace: Path, file: str, words: tuple[str, ...], differs: str
-) -> None:
+def test_other_bytes_on_a_machine_are_refused(workspace: Path, file: str, words: tuple[str, ...], differs: str) -> None:
     """Story: each machine trained its own adapter further, and no hash of what is trained was compared."""
     folder = copy_of(workspace, f"other-{differs[:4]}")
     for rank in (0, 1):
@@ -375,8 +369,7 @@ def torchrun(folder: Path, *faults: str) -> list[list[Outcome]]:
 
 
 def test_torchrun_starts_a_killed_run_again(workspace: Path, by_two: list[Outcome]) -> None:
-    """Though nobody says `--resume`: before a checkpoint, and then, where it is killed once more, as torchrun would
-    from the newest one. Each restart once ended at once, since the folder held a run: its own."""
+    """Though nobody says `--resume`: before a checkpoint, and from one. The folder held a run: its own."""
     folder = copy_of(workspace, "restarted")
     for first, second in torchrun(folder, "compute:kill:step=1", "compute:kill:step=4"):
         assert second.code == -signal.SIGKILL

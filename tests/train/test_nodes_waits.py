@@ -101,8 +101,7 @@ def kill_in(workspace: Path, folder: Path, wait: str, who: tuple[int, int, int])
     ids=lambda who: "of {}, {} held, {} killed".format(*who),
 )
 def test_a_death_ends_every_wait(workspace: Path, tmp_path: Path, wait: str, who: tuple[int, int, int]) -> None:
-    """A comparison once looked into a store alone, which says nothing of a process that is gone. The thread of an
-    exchange once was left behind."""
+    """A comparison looked into a store, which says nothing of a dead process; an exchange left its thread behind."""
     count, held, killed = who
     folder = copy_of(workspace, f"{tmp_path.name}-{wait.replace(' ', '-')}")
     outcomes = kill_in(workspace, folder, wait, who)
@@ -173,8 +172,7 @@ def saved(workspace: Path) -> Path:
     ],
 )
 def test_a_failed_checkpoint_ends_all_by_its_own_name(workspace: Path, saved: Path, failure: str, count: int) -> None:
-    """With a shared-out optimizer the others once waited to send to a saver that had given up, until the watchdog
-    blamed the weights."""
+    """The others once waited to send to a saver that had given up, until the watchdog blamed the weights."""
     folder = copy_of(workspace, f"failed-{failure.replace(' ', '-')}-{count}")
     port, text, started = free_port(), FAILURES[failure], list[Running]()
     for rank in range(count):

@@ -43,8 +43,7 @@ def masters(rig: Rig) -> list[bytes]:
 @pytest.mark.parametrize(("weight_decay", "spares"), [(0.0, False), (0.1, False), (0.1, True)])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float, spares: bool) -> None:
-    """A layer's flat tensor is updated as one parameter, or as few where some are spared the decay; torch updates each
-    by itself."""
+    """A layer's flat tensor is updated as one parameter, or as few where some are spared the decay."""
     rig = make_rig("llama", method)
     kept = sorted(undecayed_names(rig.skeleton) & rig.store.trainable_names) if spares else []
     names = sorted(rig.store.trainable_names)
@@ -77,8 +76,7 @@ SPARED_BY_CLASS = ("gpt2", "rwkv", "mpt", "dbrx")
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", *SPARED_BY_CLASS])
 def test_weight_decay_spares_what_transformers_spares(model_type: str) -> None:
-    """Norms and biases shrank too: ten steps of full fine-tuning with weight decay were not those of TRL. Norms were
-    then told by their names, and those of RWKV, `ln1` and `pre_ln`, shrank still."""
+    """Norms and biases shrank, unlike TRL's; then, told by their names, those of RWKV, `ln1` and `pre_ln`, still."""
     ours, theirs = spared(model_type)
     assert ours == theirs != set()
     if model_type in SPARED_BY_CLASS:
@@ -118,8 +116,7 @@ def test_sixteen_bit_weights_are_the_rounded_masters() -> None:
 
 
 def cost_of_an_update(name: OptimizerName, count: int) -> tuple[int, int]:
-    """By how many bytes updating so many elements raises this process's peak, after an update of less, and how many
-    pages another such update faults in, at least."""
+    """By how many bytes an update raises this process's peak, after one of less, and the fewest pages it faults in."""
     settle_heap()
     torch.set_num_threads(8)
 
@@ -145,8 +142,7 @@ def cost_of_an_update(name: OptimizerName, count: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
 def test_temporaries_of_an_update_are_what_plan_counts(name: OptimizerName) -> None:
-    """Those of `adamw_8bit` took 20 bytes an element, 12 GB for an embedding of 622M parameters; then as many for each
-    thread as one has, on pages that the system had to clear for each part."""
+    """Those of `adamw_8bit` took 20 bytes an element, 12 GB for an embedding of 622M; then as many for each thread."""
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     counted_bytes = OPTIMIZERS[name].temporary_bytes * 4_200_000

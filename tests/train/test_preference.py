@@ -151,8 +151,7 @@ def test_the_same_bits_for_any_number_of_workers(name: str) -> None:
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_weights_that_were_put_aside_can_be_scored(copy: bool) -> None:
-    """DPO's reference, beside weights that have changed since: on devices that read host memory, and on ones that take
-    copies and keep them."""
+    """DPO's reference, beside weights that have changed, on devices that read host memory and that keep copies."""
     rig = make_rig("llama", "lora")
     microbatches = random_microbatches(SIZES)
     schedule = build_forward([(0, 2), (3, rig.num_layers - 1)], num_workers=2, num_microbatches=len(SIZES))
@@ -213,19 +212,8 @@ def setup_of(folder: Path, *words: str, tell: Tell = lambda event: None) -> Setu
     return prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=tell)
 
 
-def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
-    done = finetune(folder, "num_train_epochs=4").expect(0)
-    rows = metrics(folder / "out")
-    assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
-    assert "reference model of dpo: model, without the adapter that is trained" in " ".join(done.err.split())
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(rows[0]["reward_margin"]) < 1e-4
-    assert rows[-1]["loss"] < 0.5 and rows[-1]["reward_margin"] > 0.5 and rows[-1]["reward_accuracy"] == 1.0
-    assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
-
-
 def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path) -> None:
-    """Story: the bare base was the reference, so a run from a trained adapter began with a margin to it. The base
-    differs too: by whole tables, and by what PiSSA takes out of its matrices."""
+    """Story: the bare base was the reference. It differs by whole tables, and by what PiSSA takes out of others."""
     other_base = {"modules_to_save": ["embed_tokens", "lm_head"], "init_lora_weights": "pissa"}
     random_adapter(folder / "model", folder / "first", target_modules="all-linear", **other_base)
     words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=6")
@@ -291,8 +279,7 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
     "words", [("objective=dpo", "micro_batch_tokens=256"), ("objective=orpo", "orpo.nll_on_prompt=false")], ids=" ".join
 )
 def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, words: tuple[str, ...]) -> None:
-    """It was refused. Where a step has all pairs, and the evaluation the same ones in other microbatches, the loss and
-    the rewards after a step are those that the next step begins with."""
+    """Where a step has all pairs, the loss and the rewards after it are those that the next step begins with."""
     every = ("gradient_accumulation_steps=5", "micro_batch_size=2", "lora.dropout=0", "num_train_epochs=3")
     evaluation = ("eval_datasets=[{path: rows.jsonl, type: preference}]", "eval_steps=1", "load_best_model_at_end=true")
     samples = ("eval_samples=1", "eval_max_new_tokens=2", "shuffle=false")
@@ -300,6 +287,10 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
     assert "evaluation: 10 preference pairs, 10 to train on" in done.err
     assert "  margin " in done.out and "perplexity" not in done.out
     rows = metrics(folder / "out")
+    if "objective=dpo" in words:
+        assert "reference model of dpo: model, without the adapter that is trained" in " ".join(done.err.split())
+        assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(rows[0]["reward_margin"]) < 1e-4
+        assert rows[-1]["reward_accuracy"] == 1.0 and rows[-1]["loss"] < rows[0]["loss"]
     evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
     assert len(rows) == len(evaluated) == 3
     names = ("loss", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")

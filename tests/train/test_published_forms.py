@@ -210,8 +210,7 @@ def test_the_form_by_the_configuration(config: dict[str, Any], form: str | None)
 
 
 def test_home_machines_hold_what_is_published() -> None:
-    """gpt-oss-120b on two cards: 2,331 tokens/s with weights changed by 4 bit, 430 unpacked, from the disk. Unpacking
-    takes the time of reading 4.25 bits and writing 16 of each expert's weight, once a visit."""
+    """gpt-oss-120b: 430 tokens/s unpacked. A visit reads 4.25 bits and writes 16 of each weight of an expert."""
     plan = make_plan(load_recipe("gpt-oss-120b"), "2x3090,host_memory_gib=96")
     assert plan.verdict.fits and not plan.question.reads_disk and plan.question.settings.packed_as == "mxfp4"
     assert plan.tokens_per_s >= 2200
@@ -366,9 +365,7 @@ def test_what_an_adapter_leaves_alone_keeps_its_bits(tmp_path: Path) -> None:
         assert set(rows.nonzero().flatten().tolist()) <= {5} and (part == "scales" or rows[5])
 
 
-def packed(
-    folder: Path, name: str, change: Any
-) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor], Rounding]:
+def packed(folder: Path, name: str, change: Any) -> tuple[Any, dict[str, torch.Tensor], Any, Rounding]:
     """A weight with its tensors, as published and packed again after a change."""
     save_quantized(folder, "llama", name)
     weight = find_stored(folder, torch.float32)["model.layers.0.mlp.up_proj.weight"]

@@ -41,9 +41,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_module_that_is_trained_whole_is_merged_and_continued(
-    case: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_module_trained_whole_is_merged_and_continued(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
     """Story: such a run trained to its end; then "18 tensors missing", or a target "that does not exist"."""
     model_type, names = CASES[case]
     changes = {f"lora__{key}": value for key, value in names.items()}

@@ -64,8 +64,7 @@ def losses(events: list[Event]) -> list[float]:
 
 
 def test_stopped_resumed_and_evaluated_in_float16(folder: Path) -> None:
-    """One of the cards has no bfloat16: a run in it gives the numbers of float16. Page-locking, profile steps, planner,
-    weight cache, evaluation, saving, resuming, the result."""
+    """One card has no bfloat16: float16's numbers. Page-locking, profile steps, planner, weight cache, the result."""
     words = ("val_set_size=2", "eval_steps=2", "max_steps=4", "check_longest_rows=true")
     expected = finetune(*words, ON_CPU, "dtype=float16", "output_dir=cpu")
 
@@ -84,8 +83,7 @@ def test_stopped_resumed_and_evaluated_in_float16(folder: Path) -> None:
 
 
 def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measured step had no transfers: what a worker waited for was `input`, whatever it was. And its stages were cut
-    for links of 25 GB/s, also in a slot of four lanes."""
+    """A measured step had no transfers: waits were for `input`. And stages were cut for links of 25 GB/s."""
     asked: list[float] = []
     monkeypatch.setattr(
         devices, "measure_links", lambda backends, _: [LinkSpeed(3.14e9, 1e9, 1e9), LinkSpeed(6e9, 1e9, 1e9)]
@@ -116,8 +114,7 @@ def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_busy_cards_that_wait_for_launches_are_seen_for_what_they_are(folder: Path) -> None:
-    """A starving stream counts as busy: idle 4.1 % at 15 % of an H100's arithmetic. These cards are as fast as the host
-    issues, so launches bind; what a card promises is known by its name, on whichever of its workers."""
+    """A starving stream counts as busy. Launches bind on these cards; what a card promises is known by its name."""
     seen: dict[str, StepFinished] = {}
     for name, workers in (("NVIDIA H100 80GB HBM3", ON_CARDS), ("Simulated 90", ON_CARDS), ("", ON_CPU)):
         words, told = ("max_steps=1", workers, f"output_dir=run{len(seen)}"), list[Event]()
@@ -139,9 +136,7 @@ def test_busy_cards_that_wait_for_launches_are_seen_for_what_they_are(folder: Pa
     assert '"mfu": null' in Path("run2/metrics.jsonl").read_text()
 
 
-def test_a_run_that_adapts_to_a_card_out_of_memory(
-    folder: Path, shared_caches: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, shared_caches: Path, monkeypatch: Any) -> None:
     """`on_oom: adapt`: the allocator refuses a block in the middle of a step; then layers are recomputed one by one."""
     monkeypatch.setattr(memory, "SEGMENT_BYTES", memory.BLOCK_BYTES)
     monkeypatch.setattr(memory, "LARGE_SEGMENT_BYTES", memory.BLOCK_BYTES)
@@ -214,8 +209,7 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_bench_compares_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step by two schedules on both cards, with the weights that a run would keep on them; the losses are
-    compared there. Which weights those are follows from times: a busy machine measured others."""
+    """With the weights that a run would keep there, which follow from times: a busy machine measured others."""
 
     def in_even_times(rough: CostModel, steps: Sequence[StepTimeline]) -> CostModel:
         found = adaptive.measured_costs(rough, steps)
@@ -254,9 +248,7 @@ def test_links_that_cannot_be_measured_are_assumed(monkeypatch: pytest.MonkeyPat
 NARROW = ("dtype=float16", "float16_accumulation=true")
 
 
-def test_cards_are_asked_for_both_and_processors_say_that_they_have_none(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cards_are_asked_for_both_and_processors_say_that_they_have_none(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
     words = (*NARROW, "deterministic=true", "max_steps=1")
     try:

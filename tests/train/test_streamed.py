@@ -69,9 +69,7 @@ def whole_answers(result: Path, base: Path) -> list[WholeAnswer]:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value or ["merged"])),
 )
-def test_a_streamed_result_answers_as_the_whole_one(
-    model_type: str, options: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_streamed_results_answer_as_whole_ones(model_type: str, options: dict[str, Any] | None, tmp_path: Path) -> None:
     result = base = make_model(tmp_path / "base", model_type, num_hidden_layers=3)
     (base / "generation_config.json").write_text('{"repetition_penalty": 1.3, "eos_token_id": [2, 3], "top_k": 7}')
     if options is not None:
@@ -171,8 +169,7 @@ def test_a_batch_is_advised_below_one_token_a_second() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux' /proc")
 def test_the_head_is_not_copied_for_each_prompt() -> None:
-    """Story: torch's product of hidden states that are cut out of longer rows copied a bfloat16 table on the processor
-    once for each prompt, and a model in a container of its size was killed."""
+    """Story: torch copied a bfloat16 table once for each prompt, and a model in a container of its size was killed."""
     config = tiny_config("llama", vocab_size=32_768, hidden_size=256, num_hidden_layers=1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
     continued(model, [[1, 2]], 0, max_new_tokens=1)

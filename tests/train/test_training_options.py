@@ -40,6 +40,7 @@ from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, make_tokenizer, make_workspace, metrics
 from tests.support.tiny import make_rig
 from tests.train.test_export_adapters import adapter_of_experts
+from tests.train.test_overlapped_updates import run
 
 bitsandbytes: Any = import_bitsandbytes()
 
@@ -189,13 +190,9 @@ def setup_of(folder: Path, *overrides: str, output: str = "out", tell: Tell = la
     return prepare(loaded, offline=True, tell=tell)
 
 
-def train(setup: Setup, output: Path) -> Trainer:
+def train(setup: Setup, output: Path) -> None:
     output.mkdir(exist_ok=True)
-    trainer = Trainer(setup, output, StopSignals(), Reporting(lambda event: None))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's, when it saves
-        trainer.run()
-    return trainer
+    run(Trainer(setup, output, StopSignals(), Reporting(lambda event: None)))
 
 
 def plain_model(folder: Path, case: Case, adapter: Path | None = None) -> tuple[Any, Any]:
