@@ -173,15 +173,9 @@ class Group:
 
     def run(self, folder: Path, *words: str) -> tuple[int, str, int]:
         """Exit code, what it said, and its peak of resident memory in bytes."""
-        process = subprocess.Popen(
-            command_line("finetune", "recipe.yaml", *words),
-            cwd=folder,
-            env=child_environment(),
-            preexec_fn=self.enter,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        options: dict[str, Any] = {"cwd": folder, "env": child_environment(), "preexec_fn": self.enter, "text": True}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command_line("finetune", "recipe.yaml", *words), **options)
         peak, deadline_s = 0, time.monotonic() + MAX_WAIT_S
         while process.poll() is None:
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())

@@ -54,18 +54,9 @@ STARTS: dict[str, dict[str, Any]] = {
 """Every start of the installed PEFT that can be made again, and the kinds of plain adapters."""
 BOTH = ("lm_head", "embed_tokens")
 CASES: list[tuple[str, str, tuple[str, ...]]] = [
-    ("tied", "plain", BOTH[:1]),
-    ("experts", "rslora", ()),
-    ("mistral3", "dora", ()),
-    ("untied", "random", BOTH),
-    ("untied", "gaussian", BOTH[1:]),
-    ("tied", "eva", ()),
-    ("tied", "orthogonal", ()),
-    ("untied", "mica", ()),
-    ("gpt2", "pissa", ()),
-    ("untied", "pissa, rslora", ()),
-    ("tied", "pissa, dora", ()),
-    ("qwen3_vl", "olora", ()),
+    *(("tied", "plain", BOTH[:1]), ("untied", "random", BOTH), ("untied", "gaussian", BOTH[1:]), ("tied", "eva", ())),
+    *(("experts", "rslora", ()), ("mistral3", "dora", ()), ("tied", "orthogonal", ()), ("untied", "mica", ())),
+    *(("gpt2", "pissa", ()), ("untied", "pissa, rslora", ()), ("tied", "pissa, dora", ()), ("qwen3_vl", "olora", ())),
     ("untied", "olora, ranks", ()),
 ]
 """(base, start, tables that the adapter saves whole): each start once."""

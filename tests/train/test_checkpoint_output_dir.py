@@ -269,6 +269,15 @@ def test_rows_are_not_written_to_a_file_that_is_gone(tmp_path: Path, what: str) 
     assert folder.exists() == ("file" in what)
 
 
+def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
+    """That a line which was cut is no row: `truncate_metrics`."""
+    with mounted(tmp_path, "size=4k"), MetricsFile(tmp_path / "metrics.jsonl") as file:
+        with pytest.raises(ResourceError, match="could not write the metrics of step") as caught:
+            for step in range(1000):
+                file.add({"step": step, "loss": 1.5})
+        assert caught.value.exit_code == 5 and "metrics.jsonl" in str(caught.value) and "--resume" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("number", "inodes", "words"),
     [

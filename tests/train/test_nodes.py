@@ -25,6 +25,7 @@ from roundpipe_cli.train.nodes import group
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.shard import Shards, owners
+from tests.support.covering import swept
 from tests.support.e2e import (
     STAGES,
     Outcome,
@@ -78,11 +79,8 @@ def copy_of(folder: Path, name: str) -> Path:
 
 def start(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Running]:
     """`count` processes of one run, each in its folder; `environments`: more variables by process, p0, p1."""
-    return [
-        start_one(folder, rank, count, port, *words, **environments.get(f"p{rank}", {}))
-        for port in (free_port(),)
-        for rank in range(count)
-    ]
+    port = free_port()
+    return [start_one(folder, rank, count, port, *words, **environments.get(f"p{rank}", {})) for rank in range(count)]
 
 
 def places(rank: int, count: int, port: int) -> dict[str, str]:
@@ -130,31 +128,25 @@ HARMLESS = (
 """Keys that may differ between machines."""
 
 
-def shared_by(workspace: Path, count: int) -> list[Outcome]:
-    """The workspace's run by `count` processes, which log their rows, the last one with other keys."""
+@pytest.fixture(scope="module")
+def by_two(workspace: Path) -> list[Outcome]:
+    """The workspace's run by two processes, which log their rows, the second one with other keys."""
     port, processes = free_port(), []
-    for rank in range(count):
-        words = (f"output_dir=shared{count}", *(HARMLESS if rank == count - 1 else ()))
-        log = {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{count}-{rank}")}
-        processes.append(start_one(workspace, rank, count, port, *words, say_after_s=math.inf, **log))
+    for rank, words in enumerate(((), HARMLESS)):
+        log = {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{rank}")}
+        words = ("output_dir=shared2", *words)
+        processes.append(start_one(workspace, rank, 2, port, *words, say_after_s=math.inf, **log))
     return [process.finish().expect(0) for process in processes]
 
 
-@pytest.fixture(scope="module")
-def by_two(workspace: Path) -> list[Outcome]:
-    return shared_by(workspace, 2)
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list[Outcome], count: int) -> None:
-    outcomes = by_two if count == 2 else shared_by(workspace, count)
-    assert_numbers(workspace, "out", f"shared{count}")
-    for rank in range(count):
-        assert rows_of(workspace / f"rows-{count}-{rank}") == rows_of(workspace / "rows-alone")
-    assert f"on {count} machines, without the exchange between them" in outcomes[0].err, "the forecast"
-    assert all(outcome.out == "" and outcome.err == "" for outcome in outcomes[1:]), "only the first speaks"
-    names = {path.name for path in (workspace / "out").iterdir()}
-    assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
+def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list[Outcome]) -> None:
+    assert_numbers(workspace, "out", "shared2")
+    alone, *logs = (rows_of(workspace / f"rows-{who}") for who in ("alone", 0, 1))
+    assert logs == [alone, alone]
+    assert "on 2 machines, without the exchange between them" in by_two[0].err, "the forecast"
+    assert by_two[1].out == by_two[1].err == "", "only the first speaks"
+    names = [{path.name for path in (workspace / name).iterdir()} for name in ("out", "shared2")]
+    assert names[0] == names[1], "and only it writes"
 
 
 def test_microbatches_filled_by_tokens_are_shared_in_float16_too(workspace: Path) -> None:
@@ -173,11 +165,8 @@ def trained(workspace: Path) -> Path:
     """Full fine-tuning alone, into `full1`, and by two processes, each with the whole optimizer, into `full2`."""
     finetune(workspace, *FULL, "output_dir=full1").expect(0)
     succeed(workspace, 2, *FULL, "output_dir=full2")
+    assert_numbers(workspace, "full1", "full2")  # though only rows of the table that have tokens are summed
     return workspace
-
-
-def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: Path) -> None:
-    assert_numbers(trained, "full1", "full2")
 
 
 def test_a_lost_device_is_its_machines_own_affair(trained: Path) -> None:
@@ -194,29 +183,21 @@ def test_a_lost_device_is_its_machines_own_affair(trained: Path) -> None:
         assert rank == 0 or "machine 2: cpu (worker 0)" in err, err
     assert numbers(trained / "lost") == numbers(trained / "full2")
     report = json.loads((trained / "lost" / "report.json").read_text())
-    assert {(one["device"], one["at"]) for one in report["lost_devices"]} == {
-        ("cpu", "step 3"),
-        ("cpu of machine 2", "step 4"),
-    }
+    lost_devices = {(one["device"], one["at"]) for one in report["lost_devices"]}
+    assert lost_devices == {("cpu", "step 3"), ("cpu of machine 2", "step 4")}
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize(
-    ("count", "dtype"),
-    [(2, "bfloat16"), *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, "float32"), (3, "bfloat16")))],
-)
-def test_a_shared_out_optimizer_gives_the_same_bits(trained: Path, count: int, dtype: str) -> None:
+@pytest.mark.parametrize("count", [2, *swept([3])])
+def test_a_shared_out_optimizer_gives_the_same_bits(trained: Path, count: int) -> None:
     """With its checkpoints, which the first process writes whole, and the result."""
-    whole = trained / ("full2" if dtype == "float32" else f"whole-{count}")
-    if not whole.exists():
-        succeed(trained, count, *FULL, f"dtype={dtype}", f"output_dir={whole.name}")
-    folder = trained / f"sharded-{count}-{dtype}"
-    words = (f"dtype={dtype}", "nodes.shard_optimizer=true", f"output_dir={folder.name}")
-    assert "shared out over" in succeed(trained, count, *FULL, *words)[0].err
-    assert numbers(folder) == numbers(whole)
+    folder, whole, words = trained / f"sharded-{count}", trained / f"whole-{count}", (*FULL, "dtype=bfloat16")
+    succeed(trained, count, *words, f"output_dir={whole.name}")
+    done = succeed(trained, count, *words, "nodes.shard_optimizer=true", f"output_dir={folder.name}")
+    assert "shared out over" in done[0].err and numbers(folder) == numbers(whole)
     for step in ("step-00000004", "step-00000005", "."):
         files = tensors_of(folder / step)
         assert files and files == tensors_of(whole / step)
@@ -276,15 +257,10 @@ def little_disk() -> None:
 def test_only_the_machine_that_writes_checkpoints_needs_a_disk_for_them(workspace: Path) -> None:
     folder, port, outcomes = copy_of(workspace, "little-disk"), free_port(), []
     for little in (1, 0):
-        started = [
-            launch(
-                machine(folder, rank),
-                *("finetune", "recipe.yaml", "max_steps=1"),
-                environment=places(rank, 2, port),
-                before=little_disk if rank == little else say_soon,
-            )
-            for rank in (0, 1)
-        ]
+        started = []
+        for rank in (0, 1):
+            before, command = little_disk if rank == little else say_soon, ("finetune", "recipe.yaml", "max_steps=1")
+            started.append(launch(machine(folder, rank), *command, environment=places(rank, 2, port), before=before))
         outcomes.append([process.finish() for process in started])
         shutil.rmtree(folder / "out", ignore_errors=True)
     assert [[outcome.code for outcome in pair] for pair in outcomes] == [[0, 0], [5, 5]], outcomes
@@ -292,7 +268,7 @@ def test_only_the_machine_that_writes_checkpoints_needs_a_disk_for_them(workspac
 
 
 def test_what_cannot_be_shared_is_refused(workspace: Path) -> None:
-    alone = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    alone = places(0, 8, 29500)
     refused = finetune(workspace, "output_dir=few", environment=alone).expect(2)
     assert "gradient_accumulation_steps" in refused.err and not (workspace / "few").exists()
     assert "on_oom" in finetune(workspace, "output_dir=few", "on_oom=adapt", environment=alone).expect(2).err
@@ -490,7 +466,7 @@ DIFFERENCES = (
 )
 
 
-@pytest.mark.parametrize("word", [DIFFERENCES[0], *(pytest.param(x, marks=pytest.mark.sweep) for x in DIFFERENCES[1:])])
+@pytest.mark.parametrize("word", [DIFFERENCES[0], *swept(DIFFERENCES[1:])])
 def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> None:
     """Before anything else is sent: two machines with other intervals, say, once waited in different collectives."""
     folder = copy_of(workspace, f"differs-{word.partition('=')[0]}")

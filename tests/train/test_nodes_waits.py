@@ -129,6 +129,8 @@ FAILURES = {
     "sender's memory": "send_to_first",
 }
 """What fails in the second checkpoint: a fault, or the function in which it is planted."""
+TRIED = [("full disk", 2), ("sender's memory", 2), ("later write", 3)]
+OTHERS = [(name, count) for name in FAILURES for count in (2, 3) if (name, count) not in TRIED]
 
 
 def plant(name: str) -> None:
@@ -162,14 +164,7 @@ def saved(workspace: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("failure", "count"),
-    [
-        (name, count)
-        if (name, count) in (("full disk", 2), ("sender's memory", 2), ("later write", 3))
-        else pytest.param(name, count, marks=pytest.mark.sweep)
-        for name in FAILURES
-        for count in (2, 3)
-    ],
+    ("failure", "count"), [*TRIED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in OTHERS)]
 )
 def test_a_failed_checkpoint_ends_all_by_its_own_name(workspace: Path, saved: Path, failure: str, count: int) -> None:
     """The others once waited to send to a saver that had given up, until the watchdog blamed the weights."""

@@ -330,17 +330,10 @@ def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
 
 
 def unchanged_setup(recipe: Recipe) -> Any:
-    return SimpleNamespace(
-        fused=None,
-        recipe=recipe,
-        dataset=SimpleNamespace(content_hash="d"),
-        tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
-        model_hash="",
-        config_hash="",
-        start_hash="",
-        loss=None,
-        teacher=None,
-    )
+    hashes = dict.fromkeys(("model_hash", "config_hash", "start_hash"), "")
+    dataset, tokenizer = SimpleNamespace(content_hash="d"), SimpleNamespace(get_vocab=dict, special_tokens_map={})
+    nothing = dict.fromkeys(("fused", "loss", "teacher"))
+    return SimpleNamespace(recipe=recipe, dataset=dataset, tokenizer=tokenizer, **hashes, **nothing)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from roundpipe_cli.cli.plan import plan_with_remedies
 from roundpipe_cli.costs import machine
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import STAGES_OF_TWO, finetune, launch, make_workspace, metrics, run, write_recipe
-from tests.train.test_nodes import free_port, start_one
-from tests.train.test_nodes import machine as machine_folder
 
 TOLERANCE = 1e-5
 """Relative, of a loss in float32 without dropout."""
@@ -229,12 +227,3 @@ def test_plan_estimates_it_or_says_what_stands_for_it(folder: Path, monkeypatch:
     write_recipe(folder / "other.yaml", **AUTO_LENGTH, datasets=[{"path": "elsewhere.jsonl"}])
     text = run(folder, "plan", "other.yaml", "--hardware", "1x4090,host_memory_gib=16").expect(0).out
     assert "max_seq_length=2048: assumed for auto" in text
-
-
-def test_machines_with_other_longest_rows_are_refused_by_name(folder: Path) -> None:
-    write_recipe(folder / "recipe.yaml", **AUTO_LENGTH)
-    port, other = free_port(), machine_folder(folder, 1)
-    with (other / "rows.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": "Say it: ", "completion": LONG}) + "\n")
-    for outcome in [process.finish() for process in [start_one(folder, rank, 2, port) for rank in (0, 1)]]:
-        assert "max_seq_length: the machines of this run do not train the same" in outcome.expect(2).err
