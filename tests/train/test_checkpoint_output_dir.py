@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from roundpipe_cli import faults
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
 from roundpipe_cli.files import disk_error
 from roundpipe_cli.train.checkpoint.output_dir import (
@@ -166,8 +168,6 @@ def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, by_killed: bool) 
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_sigkill_at_each_fault_point_of_a_save(tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Points 1-3 lie before a file each, 4 before the rename, 5 before the removal of the oldest; there is no 6th."""
-    from roundpipe_cli import faults
-
     for step in (1, 2):
         _save(tmp_path, step)
 
@@ -296,3 +296,21 @@ def test_a_failed_write_says_what_it_is(
     values = [*real[:5], *inodes, inodes[1], *real[8:]]
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
     assert words in str(disk_error(OSError(number, os.strerror(number)), tmp_path, "a file"))
+
+
+def test_unset_they_do_nothing(ask: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object) -> None:
+        raise AssertionError(f"an inert fault point acted: {args}")
+
+    monkeypatch.delenv(faults.ENVIRONMENT_VARIABLE, raising=False)
+    faults._rules_of = None
+    for holder, name in ((faults, "_act"), (faults, "_parse"), (faults.time, "sleep"), (faults.os, "kill")):
+        monkeypatch.setattr(holder, name, forbidden)
+    assert {faults.fault(point, step=step, microbatch=0) for point in faults.POINTS for step in range(3)} == {None}
+    assert faults._rules_of == {}
+
+
+@pytest.mark.parametrize("text", ["comptue:raise", "compute:explode", "compute:slow=x", "compute:nan:step=a"])
+def test_nonsense_is_refused(ask: Callable[[str], None], text: str) -> None:
+    with pytest.raises(RefusedError, match="ROUNDPIPE_FAULT"):
+        ask(text)

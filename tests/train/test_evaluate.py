@@ -48,7 +48,7 @@ from tests.support.e2e import (
 )
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches
-from tests.train.test_overlapped_updates import run, trainer_of
+from tests.train.test_optimizer import run, trainer_of
 
 SIZES = [(2, 12), (1, 7), (2, 9), (1, 12), (2, 5)]
 EVALUATION = (

@@ -40,7 +40,7 @@ from tests.support.e2e import (
     tree,
     write_rows,
 )
-from tests.train.test_overlapped_updates import run, trainer_of
+from tests.train.test_optimizer import run, trainer_of
 
 ADAPTER = "adapter_model.safetensors"
 NINE_STEPS = {"num_train_epochs": 3, "save_steps": 1, "save_total_limit": 20, **STAGES}

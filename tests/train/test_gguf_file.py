@@ -43,22 +43,18 @@ TEXT = "What is a lock file, 2024? {x} été  two"
 
 def byte_pairs() -> Any:
     """A byte-level tokenizer with merges, a special token and one that is not."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AddedToken, PreTrainedTokenizerFast
+    from tokenizers import Tokenizer
+    from transformers import AddedToken
 
-    vocabulary = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
+    fast = make_tokenizer()
+    state = json.loads(fast.backend_tokenizer.to_str())
     merges = [("l", "o"), ("c", "k"), ("lo", "ck"), ("Ġ", "lock"), ("i", "s")]
     for pair in merges:
-        vocabulary["".join(pair)] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=128
-    )
+        state["model"]["vocab"]["".join(pair)] = len(state["model"]["vocab"])
+    state["model"]["merges"] = merges
+    fast._tokenizer = Tokenizer.from_str(json.dumps(state))
     fast.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     fast.add_tokens([AddedToken("<think>", normalized=False)])
-    fast.chat_template = make_tokenizer().chat_template
     return fast
 
 

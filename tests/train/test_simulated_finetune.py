@@ -291,8 +291,7 @@ def test_the_lines_to_keep_are_a_recipe_s(two_blocks: Path, tmp_path: Path) -> N
     outcome = run(folder, "bench", "recipe.yaml", "--run", "--repetitions", "1", "--schedule", "roundpipe").expect(0)
     table, _, lines = outcome.out.partition("To keep it:")
     assert "roundpipe" in table and "tokens/s" in table
-    kept = yaml.safe_load(lines)["pipeline"]
-    overrides = [f"pipeline.{key}={json.dumps(value)}" for key, value in kept.items()]
+    overrides = [f"pipeline.{key}={json.dumps(value)}" for key, value in yaml.safe_load(lines)["pipeline"].items()]
     assert load_recipe(folder / "recipe.yaml", overrides).recipe.pipeline.schedule == "roundpipe"
 
 

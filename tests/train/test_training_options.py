@@ -40,7 +40,7 @@ from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, make_tokenizer, make_workspace, metrics
 from tests.support.tiny import make_rig
 from tests.train.test_export_adapters import adapter_of_experts
-from tests.train.test_overlapped_updates import run
+from tests.train.test_optimizer import run
 
 bitsandbytes: Any = import_bitsandbytes()
 
