@@ -1,4 +1,4 @@
-"""The main job from a recipe to a result that the libraries of the field load, or one clear message with nothing left."""
+"""The main job from a recipe to a result that the libraries of the field load, or one clear message."""
 
 from __future__ import annotations
 
