@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file
 
 from roundpipe_cli.engine.parity import Proof
@@ -211,7 +212,11 @@ def test_a_start_that_cannot_be_made_again_is_refused_by_name(bases: dict[str, B
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_start_on_a_table_that_embedding_and_head_share_is_refused(bases: dict[str, Base], tmp_path: Path) -> None:
+def test_starts_that_are_not_offered_are_refused(bases: dict[str, Base], tmp_path: Path) -> None:
+    """KaSA beside the factors, trained further; a start on a table that embedding and LM head share."""
+    make_adapter(bases["untied"], tmp_path / "kasa", kasa_config=KasaConfig())
+    with pytest.raises(RefusedError, match="KaSA"):
+        continued(bases["untied"], tmp_path / "kasa")
     make_adapter(bases["tied"], tmp_path / "table", init_lora_weights="pissa", target_modules=["lm_head", "q_proj"])
     base = ModelSource("base", bases["tied"].folder)
     with pytest.raises(RefusedError, match="embedding and LM head share"):

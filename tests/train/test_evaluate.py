@@ -264,12 +264,18 @@ def test_patience_counts_evaluations_since_the_best(
     """With patience 2; also where the run is resumed between any two of them, and the best weights are the result."""
     words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=2", "load_best_model_at_end=true")
     words = (*words, "save_steps=1", "save_total_limit=9")
-    whole = trainer_of(tmp_path / "whole", two_blocks, *words)
+    name, told = "adapter_model.safetensors", list[Event]()
+    if num_steps == 5:
+        words, name = (*words, "method=full"), "model.safetensors"
+    whole = trainer_of(tmp_path / "whole", two_blocks, *words, tell=told.append)
     want = [(step, step in best) for step in range(1, num_steps + 1)]
     assert evaluated(monkeypatch, whole, losses) == want
-    report = json.loads((whole.output_dir / "report.json").read_text())
-    assert report["evaluation"]["stopped_early"] == (num_steps < 6 or losses[-2:] == [1, 1])
+    report, stops = json.loads((whole.output_dir / "report.json").read_text()), num_steps < 6
+    assert report["num_steps"] == num_steps and report["evaluation"]["stopped_early"] == (stops or best[-1] == 4)
+    assert any("stopping early" in str(event) for event in told) == stops
     assert report["evaluation"]["best_step"] == best[-1] and report["evaluation"]["result_is_best"]
+    result, kept = (folder / name for folder in (whole.output_dir, whole.output_dir / f"best-{best[-1]:08d}"))
+    assert result.read_bytes() == kept.read_bytes()
     checkpoint = load_newest(whole.output_dir, whole.output_dir / "step-00000002")
     again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint)
     assert evaluated(monkeypatch, again, losses) == want
@@ -290,23 +296,6 @@ def test_best_weights_stay_until_the_checkpoint_that_names_them_is_replaced(
     monkeypatch.setattr(Evaluator, "_loss", lambda self, done: (len(self.state()) / done, 7, None))
     run(trainer)
     assert found == [[1], [2, 1], [3, 2]]
-
-
-def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
-    words = (*unlike_rows(folder), "eval_steps=1", "num_train_epochs=10", "method=full")
-    done = finetune(folder, *words, "early_stopping_patience=2", "load_best_model_at_end=true").expect(0)
-    out = folder / "out"
-    rows = evaluations(out)
-    num_steps = len(metrics(out))
-    assert num_steps < 30 and rows[-1]["step"] == num_steps and "stopping early" in done.err
-    best = [row["step"] for row in rows if row["best"]][-1]
-    assert num_steps - best == 2
-    report = json.loads((out / "report.json").read_text())
-    assert report["num_steps"] == num_steps and report["evaluation"]["stopped_early"] is True
-    name = "model.safetensors"
-    assert (out / name).read_bytes() == (out / f"best-{best:08d}" / name).read_bytes()
-    again = finetune(folder, *words, "--resume").expect(0)
-    assert "finished" in again.err
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,7 @@ HELD = {
     "eval_samples": "train/test_evaluate.py::test_samples_are_the_greedy_answers_of_generate",
     "eval_max_new_tokens": "train/test_evaluate.py::test_samples_are_the_greedy_answers_of_generate",
     "load_best_model_at_end": "train/test_evaluate.py::test_the_best_weights_are_the_result",
-    "early_stopping_patience": "train/test_evaluate.py::test_early_stopping_ends_the_run_with_its_result",
+    "early_stopping_patience": "train/test_evaluate.py::test_patience_counts_evaluations_since_the_best",
     "save_steps": "train/test_finetune_result.py::test_a_run_leaves_the_documented_files",
     "logging_steps": "train/test_finetune_output.py::test_steps_go_to_stdout_and_words_to_stderr",
     "report_to": "train/test_finetune_output.py::test_tensorboard_has_the_metrics_of_every_step",

@@ -27,7 +27,7 @@ from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import settings_of
-from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
@@ -181,6 +181,11 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, change: Any, sa
     edit(work, change)
     with pytest.raises(RefusedError, match=said):
         prepared(work, "dtype=float16")
+
+
+def test_keys_that_contradict() -> None:
+    with pytest.raises(RefusedError, match="cannot be in 16 bit and in 4 bit"):
+        load_text("model: m\ndatasets: [{path: r.jsonl}]\nload_in_16bit: true\nload_in_4bit: true\n", "r.yaml")
 
 
 def test_large_weights_are_unpacked_only_where_scales_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
