@@ -37,30 +37,27 @@ from tests.support.tiny import logits_of, plain_copy
 from tests.train.test_training_options import train
 
 WRAPPERS = ("mistral3", "qwen3_vl")
-STARTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "random": {"init_lora_weights": False},
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "eva": {"init_lora_weights": "eva", "rank_pattern": {"q_proj": 2}},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
-    "mica": {"init_lora_weights": "mica"},
-    "pissa": {"init_lora_weights": "pissa"},
-    "pissa, rslora": {"init_lora_weights": "pissa", "use_rslora": True},
-    "pissa, dora": {"init_lora_weights": "pissa", "use_dora": True},
-    "olora": {"init_lora_weights": "OLoRA"},
-    "olora, ranks": {"init_lora_weights": "olora", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-}
-"""Every start of the installed PEFT that can be made again, and the kinds of plain adapters."""
 BOTH = ("lm_head", "embed_tokens")
-CASES: list[tuple[str, str, tuple[str, ...]]] = [
-    *(("tied", "plain", BOTH[:1]), ("untied", "random", BOTH), ("untied", "gaussian", BOTH[1:]), ("tied", "eva", ())),
-    *(("experts", "rslora", ()), ("mistral3", "dora", ()), ("tied", "orthogonal", ()), ("untied", "mica", ())),
-    *(("gpt2", "pissa", ()), ("untied", "pissa, rslora", ()), ("tied", "pissa, dora", ()), ("qwen3_vl", "olora", ())),
-    ("untied", "olora, ranks", ()),
-]
-"""(base, start, tables that the adapter saves whole): each start once."""
+CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "plain": ("tied", BOTH[:1], {}),
+    "rslora": ("experts", (), {"use_rslora": True}),
+    "dora": ("mistral3", (), {"use_dora": True}),
+    "random": ("untied", BOTH, {"init_lora_weights": False}),
+    "gaussian": ("untied", BOTH[1:], {"init_lora_weights": "gaussian"}),
+    "eva": ("tied", (), {"init_lora_weights": "eva", "rank_pattern": {"q_proj": 2}}),
+    "orthogonal": ("tied", (), {"init_lora_weights": "orthogonal"}),
+    "mica": ("untied", (), {"init_lora_weights": "mica"}),
+    "pissa": ("gpt2", (), {"init_lora_weights": "pissa"}),
+    "pissa, rslora": ("untied", (), {"init_lora_weights": "pissa", "use_rslora": True}),
+    "pissa, dora": ("tied", (), {"init_lora_weights": "pissa", "use_dora": True}),
+    "olora": ("qwen3_vl", (), {"init_lora_weights": "OLoRA"}),
+    "olora, ranks": (
+        *("untied", ()),
+        {"init_lora_weights": "olora", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    ),
+}
+"""Every start of the installed PEFT that can be made again, and the kinds of plain adapters: base, tables that the
+adapter saves whole, settings."""
 TRAINED = ("mica", "olora, ranks")
 """Starts of which the suite trains an adapter further; MiCA trains A alone."""
 
@@ -143,13 +140,14 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=3e-5, atol=3e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(("name", "start", "tables"), CASES)
+@pytest.mark.parametrize("start", CASES)
 def test_merged_and_continued_adapters_compute_what_peft_computes(
-    bases: dict[str, Base], tmp_path: Path, name: str, start: str, tables: tuple[str, ...], monkeypatch: Any
+    bases: dict[str, Base], tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stories: adapters by PiSSA were merged into the whole base; of MiCA, which trains A alone, B was missing."""
-    base, adapter = bases[name], tmp_path / "adapter"
-    trained = make_adapter(base, adapter, **STARTS[start], **({"modules_to_save": list(tables)} if tables else {}))
+    (name, tables, settings), adapter = CASES[start], tmp_path / "adapter"
+    base = bases[name]
+    trained = make_adapter(base, adapter, **settings, **({"modules_to_save": list(tables)} if tables else {}))
     expected = by_peft(base.load(), adapter)
     assert_equal(expected, trained)
     source = ModelSource("base", base.folder)

@@ -216,15 +216,12 @@ def test_intervals_by_steps_by_shares_and_by_epochs(every: Any, num_steps: int, 
     assert [done for done in steps if is_due(every, done, num_steps, ends_epoch=done % 3 == 0)] == due
 
 
-def unlike_rows(folder: Path) -> tuple[str, str]:
-    """Overrides that evaluate on rows which become less likely with every step of training."""
+def test_the_best_weights_are_the_result(folder: Path) -> None:
+    """Rows become less likely with every step of training."""
     rows = [{"prompt": "Z", "completion": "{[~]}#$%&@^" * 3}] * 2
     (folder / "unlike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return "eval_datasets=[{path: unlike.jsonl}]", "learning_rate=0.05"
-
-
-def test_the_best_weights_are_the_result(folder: Path) -> None:
-    words = (*unlike_rows(folder), "eval_steps=2", "max_steps=4", "lr_scheduler_type=constant", "warmup_steps=0")
+    words = ("eval_steps=2", "max_steps=4", "lr_scheduler_type=constant", "warmup_steps=0", "learning_rate=0.05")
+    words = (*words, "eval_datasets=[{path: unlike.jsonl}]")
     words = (*words, "kernels=reference")  # at this rate rounding decides which evaluation is the best
     done = finetune(folder, *words, "load_best_model_at_end=true").expect(0)
     out = folder / "out"
