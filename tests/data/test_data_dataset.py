@@ -289,12 +289,13 @@ def test_variables_arrive_as_they_were_written(tmp_path: Path) -> None:
     ("template", "options", "what"),
     [
         (THINKING, {"chat_template_kwargs": {"enable_thoughts": 1}}, "does not read enable_thoughts"),
+        ({"default": THINKING, "tool_use": CHATML}, {"chat_template_kwargs": {"think": 1}}, "does not read think"),
         (THINKING, {"chat_template_kwargs": {"messages": 1}}, "is always given messages"),
         (None, {"chat_template_kwargs": {"enable_thinking": 1}}, "no chat template to give variables to"),
         (CHATML, {"long_rows": "split"}, "only rows of type text can be split"),
     ],
 )
-def test_rules_that_a_conversation_cannot_have(tmp_path: Path, template: str | None, options: Any, what: str) -> None:
+def test_rules_that_a_conversation_cannot_have(tmp_path: Path, template: Any, options: Any, what: str) -> None:
     path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
     with pytest.raises(RefusedError, match=what):
         build(path, byte_tokenizer(template=template), **options)

@@ -14,6 +14,7 @@ import datasets  # type: ignore[import-untyped]
 import pytest
 from datasets import Dataset
 
+from roundpipe_cli.data import files
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.files import read_file
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
@@ -149,7 +150,7 @@ TEXT = "a\nb\n\n---\n\nc --- d\n\ne\n"
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_rows_of_a_text_file(tmp_path: Path, mark: str) -> None:
+def test_rows_of_a_text_file(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, behind = tmp_path / "x.txt", [(4, "---"), (6, "c --- d"), (8, "e")]
     path.write_text(mark + TEXT, encoding="utf-8")
     for kind, expected in {
@@ -158,6 +159,8 @@ def test_rows_of_a_text_file(tmp_path: Path, mark: str) -> None:
         "---": [(1, "a\nb"), (6, "c "), (6, " d\n\ne")],
         **dict.fromkeys(("---\n", "\n\n---\n\n"), [(1, "a\nb"), (6, "c --- d\n\ne")]),
     }.items():
+        longest = max(len(text) for _, text in expected)
+        monkeypatch.setattr(files, "MAX_LINE_BYTES", longest + 4)  # of a row, however long the file is
         rows = read_file(path, DatasetSpec("", txt_rows=kind))
         assert [(row.number, row.columns["text"]) for row in rows] == expected, kind
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from roundpipe_cli.cli.data import packing_choice
+from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.lengths import sample_lengths, token_counter
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice
@@ -27,7 +30,7 @@ from roundpipe_cli.train.prepare.rows import read_rows
 from roundpipe_cli.train.prepare.setup import with_packing
 from roundpipe_cli.train.prepare.steps import rows_of_steps, usual_step
 from roundpipe_cli.train.run_length import UNDECIDED, length_of, run_length
-from tests.data.test_data_dataset import write_rows
+from tests.data.test_data_dataset import byte_tokenizer, write_rows
 from tests.support.tiny import tiny_config
 
 NEEDS = load_text(
@@ -152,6 +155,15 @@ SHORT_SETS: dict[str, list[dict[str, Any]]] = {
     "lists": [{"prompt": "Name them.", "completion": "\n- ".join(WORDS[: 1 + n % 11])} for n in range(1, 60)],
     "two turns": [{"messages": SHIPPED[n] + SHIPPED[n + 1]} for n in range(40)],
 }
+
+
+def test_marks_that_a_tokenizer_adds_are_in_no_turn(tmp_path: Path) -> None:
+    """Llama's begins each text that it is given alone with `<s>`; a conversation has the template's marks."""
+    adding, path = byte_tokenizer(bos=True), write_rows(tmp_path / "rows.jsonl", SHORT_SETS["two turns"])
+    adding.save_pretrained(tmp_path)
+    estimated = sample_lengths(DatasetSpec(str(path)), None, token_counter(tmp_path, None))
+    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 4096), adding)
+    assert estimated == dataset.rows.lengths.tolist()
 
 
 @pytest.mark.parametrize("name", SHORT_SETS)
