@@ -96,13 +96,13 @@ def require_memory(devices: Sequence[Device]) -> None:
     """
     for device in devices:
         if not device.memory_bytes:
-            words = device.name if device.name in catalogue() else "custom:memory_gib=...:acc32_tflops=..."
+            own = [one.name if one.name in catalogue() else "custom:memory_gib=...:acc32_tflops=..." for one in devices]
             raise RefusedError(
                 "the memory of a GPU is not known",
                 where=device.name,
                 found="nvidia-smi does not tell, and torch sees no such GPU",
                 expected="a driver or a torch that says how much there is",
-                hint=f"name the machine: --hardware {len(devices)}x{words}",
+                hint=f"name the machine: --hardware {'+'.join(f'1x{name}' for name in own)}",
             )
 
 

@@ -109,20 +109,23 @@ def test_cuda_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.Monke
 RECIPE = "model: Qwen/Qwen3-8B\ndatasets: [{path: rows.jsonl}]\n"
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GB10", FAST.name])
-def test_memory_that_nobody_tells_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "others"), [("NVIDIA GB10", []), (FAST.name, []), (FAST.name, [OTHER])])
+def test_memory_that_nobody_tells_is_asked_for(
+    name: str, others: list[Slot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was taken as the 24 GiB of an RTX 3090."""
-    slots = [replace(SLOW, name=name, tells_memory=False)]
+    slots = [replace(SLOW, name=name, tells_memory=False), *others]
     set_up(slots, None, None, tmp_path, monkeypatch)
     loaded = load_text(RECIPE, "r.yaml")
     with pytest.raises(RefusedError, match="memory of a GPU is not known") as caught:
         ask(loaded)
-    assert "--hardware 1x" in (caught.value.problems[0].hint or "")
+    assert (caught.value.problems[0].hint or "").endswith("+1xrtx-3090") is bool(others), "each card by its own name"
     assert [check.state for check in checks.trainable_checks()] == ["note"]
+    cuda.count_by_bus()
     with Simulation(cards_of_cuda(slots)):
         told = tuple(cuda.total_bytes())
     monkeypatch.setattr(nvidia_smi, "_sizes_by_torch", lambda *variables: told)
-    assert [device.memory_bytes for device in ask(loaded).hardware.devices] == [12288 * MIB]
+    assert [device.memory_bytes for device in ask(loaded).hardware.devices] == [one.memory_mib * MIB for one in slots]
 
 
 def test_doctor_and_plan_name_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
