@@ -167,11 +167,14 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
         assert len(list(wrapped(short, 80))) < 24 and "`-v` shows" in short[-1]
 
 
-def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
+def test_time_to_finish_counts_rows_or_steps(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = length_of(load(recipe, "max_steps=7"))
     assert (most.steps, most.why, most.is_packed, most.num_sequences) == (7, "max_steps", False, 10)
     assert length_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2")).steps == 4
     assert length_of(load(recipe, "num_train_epochs=2", "val_set_size=6")).steps == 2
+    with monkeypatch.context() as sampled:
+        sampled.setattr("roundpipe_cli.train.run_length.MOST_ROWS", 3)
+        assert length_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2")).steps == 4
     few = length_of(load(recipe, "datasets[0].split=train[2:5]"))
     assert few.why == "3 rows of about 2 tokens; fewer rows than the 4 of a step, which `finetune` refuses"
     (recipe.parent / "empty.jsonl").touch()
