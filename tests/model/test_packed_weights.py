@@ -34,7 +34,7 @@ from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import REPOSITORY, STAGES_OF_TWO, fresh, make_workspace, write_recipe
-from tests.support.tiny import make_rig, random_microbatches, schedule_for
+from tests.support.tiny import make_rig, random_microbatches, schedule_for, tiny_config
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs the extra 4bit")
 SIZES = [(2, 12), (2, 12), (1, 7)]
@@ -228,6 +228,13 @@ def test_bytes_uploaded_and_held() -> None:
         assert costs.layers[1].param_bytes == pytest.approx(rig.store.layouts[1].num_bytes, rel=0.01)
     assert all(sent[kind] <= share * sent[None] for kind, share in (("4bit", 0.30), ("8bit", 0.55), ("fp8", 0.55)))
     assert held[None] == 2 and held["4bit"] <= 0.60 and held["8bit"] <= 1.07 and held["fp8"] <= 1.02
+
+
+def test_plan_has_dense_blocks_whole_where_files_pack_experts_only() -> None:
+    architecture = parse_config(tiny_config("glm4_moe").to_dict(), name="tiny", source="a test")
+    dense, *_, routed = architecture.blocks
+    settings = TrainingSettings(max_seq_length=8, packed_as="mxfp4")
+    assert settings.frozen_bytes(dense) == 2 * dense.params and settings.frozen_bytes(routed) < 2 * routed.params
 
 
 def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
