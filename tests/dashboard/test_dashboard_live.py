@@ -198,6 +198,16 @@ def test_events_are_dropped_and_not_waited_for(capfd: pytest.CaptureFixture[str]
     live._terminal.close()
 
 
+def test_a_line_of_output_that_comes_in_pieces_is_shown_whole(tmp_path: Path) -> None:
+    terminal = Terminal()
+    terminal._aside = tmp_path / "output"
+    for text, lines in (("one\ntw", ["one"]), ("o", []), ("\n\nthree\n", ["two", "three"])):
+        with terminal._aside.open("a") as file:
+            file.write(text)
+        assert terminal.new_output() == lines
+    terminal.close()
+
+
 def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
     import pty
 

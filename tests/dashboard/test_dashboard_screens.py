@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from roundpipe_cli.dashboard.demo import demo_events
 from roundpipe_cli.dashboard.live import ansi
@@ -30,7 +31,7 @@ from roundpipe_cli.dashboard.state import (
     fold_all,
     window_s,
 )
-from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
+from roundpipe_cli.dashboard.theme import ASCII, Theme, framed, theme_for
 from roundpipe_cli.dashboard.views import details, lane, screen, slices
 from roundpipe_cli.events import (
     EvaluationFinished,
@@ -300,6 +301,13 @@ def test_a_measured_step_takes_the_place_of_what_was_seen_of_it() -> None:
         mine = [span for span in worker.spans if span.start_s >= start_s - 1e-6]
         assert len(mine) == sum(span.worker == index for span in spans)
         assert worker.running is None
+
+
+@pytest.mark.parametrize("width", range(12, 40))
+def test_a_frame_is_as_wide_as_its_place(width: int) -> None:
+    lines = framed(Text("a title"), "and its note", [Text("x" * 80), Text("y")], width, theme=COLOUR)
+    assert {line.cell_len for line in lines} == {width}
+    assert ("note" in lines[0].plain) is (width >= 27)
 
 
 def test_means_are_weighted_by_the_length_of_the_step() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -218,12 +219,16 @@ class Parsed(HTMLParser):
         self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "action", "data", "srcset")]
 
 
-def test_the_page_needs_nothing_else(finished: Path) -> None:
+def test_the_page_needs_nothing_else(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (finished / "report.html").read_text(encoding="utf-8")
     parsed = Parsed(text)
     assert parsed.tags.count("svg") == 4 and "script" not in parsed.tags and parsed.addresses == ["data:,"]
     assert set(re.findall(r"url\((.)", text)) == {"#"} and "@import" not in text, "a pattern of its own, nothing else"
-    assert text == report_page(finished)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "JST-9")
+        time.tzset()
+        assert text == report_page(finished), "the times are of UTC"
+    time.tzset()
     for words in (
         "Predicted and measured",
         "gradient_accumulation_steps: 2",
