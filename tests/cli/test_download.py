@@ -459,6 +459,13 @@ def test_a_near_name_is_said_before_the_hub_is_asked(hub: ModelHub, tmp_path: Pa
     assert near < missing and hub.asked, done.err
 
 
+def test_plan_asks_for_the_revision_that_is_named(hub: ModelHub, tmp_path: Path) -> None:
+    work, hub.commit = workspace(tmp_path / "work", revision=COMMIT), OTHER_COMMIT
+    words = ("plan", "recipe.yaml", "--hardware", "1x4090")
+    start(work, *words, environment=settings(hub, tmp_path / "cache")).finish().expect(0)
+    assert {path for _, path in hub.asked if "config.json" in path} == {f"/{NAME}/resolve/{COMMIT}/config.json"}
+
+
 def test_a_busy_hub_is_asked_again(hub: ModelHub, tmp_path: Path) -> None:
     hub.status = {"/api/models": [503, 429, 200], f"/{SHARDS[0]}": [429, 200]}
     done = download(hub, tmp_path).expect(0)
