@@ -243,6 +243,8 @@ def test_a_pipe_or_device_under_a_run_files_name_is_refused(tmp_path: Path, name
         os.mkfifo(folder / name)
     else:
         (folder / name).symlink_to("/dev/null")
+    for number in range(4):  # links to nothing, before and behind it
+        (folder / f"{number}.jsonl").symlink_to("nowhere")
     with pytest.raises(RefusedError, match="no regular file") as caught, OutputDir(folder):
         pass
     assert name in str(caught.value) and (folder / name).exists()

@@ -58,6 +58,7 @@ def test_a_step_is_one_line_of_a_terminal() -> None:
         large, margin = replace(STEP, grad_norm=123456.0, eta_s=2e6), replace(STEP, preference={"reward_margin": 0.1})
         for step in (STEP, large, margin):
             assert len(step_line(step, NOW_S, width)) < max(width, 78), (width, step_line(step, NOW_S, width))
+    assert " margin 0.000 " in step_line(replace(short, preference={"reward_margin": 0.0}), NOW_S, 80)
     assert " margin 0.102 " in step_line(replace(short, preference={"reward_margin": 0.1018}), NOW_S, 80)
     assert " kl 0.102  grad " in step_line(replace(short, preference={"nll_loss": 1.2, "kl": 0.1018}), NOW_S)
     assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")), NOW_S)

@@ -437,9 +437,11 @@ def test_experts_have_stacked_factors(tmp_path: Path, model_type: str) -> None:
     assert not products and difference(logits_of(model), logits_of(adapted)) < 1e-6
 
 
-def test_names_and_shapes_are_those_of_the_converter(tmp_path: Path) -> None:
+def test_names_and_shapes_are_those_of_the_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `convert_lora_to_gguf.py` of llama.cpp (in llama-cpp-python 0.3.36) writes them."""
     written(tmp_path, "llama", {"num_hidden_layers": 1}, target_modules="all-linear")
+    monkeypatch.chdir(tmp_path / "adapter")
+    write_adapter_gguf(Path(), ModelSource("base", tmp_path / "base"), tmp_path / ADAPTER_GGUF)
     reader = GGUFReader(tmp_path / ADAPTER_GGUF)
     shapes = {tensor.name: tensor.data.shape for tensor in reader.tensors}
     sizes = {"attn_q": (64, 64), "attn_k": (64, 32), "attn_v": (64, 32), "attn_output": (64, 64)}
@@ -450,6 +452,7 @@ def test_names_and_shapes_are_those_of_the_converter(tmp_path: Path) -> None:
     }
     assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32"}
     assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["general.name"].contents() == "adapter", "the folder's, though it was called `.`"
     assert reader.fields["adapter.lora.alpha"].contents() == 8
 
 

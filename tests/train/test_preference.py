@@ -30,6 +30,7 @@ from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_scored, with_nll, with_prompts
 from roundpipe_cli.train.prepare.ready import Setup
 from roundpipe_cli.train.prepare.setup import prepare
+from roundpipe_cli.train.prepare.steps import rows_of_steps
 from tests.support.adapters import random_adapter
 from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
 from tests.support.tiny import make_rig, random_microbatches, schedule_for
@@ -303,13 +304,23 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
 
 def test_pairs_are_held_out_whole(folder: Path) -> None:
     words, told = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5"), list[str]()
+    words += ("eval_datasets=[{path: rows.jsonl}]",)
     setup = setup_of(folder, *words, tell=lambda event: told.append(str(event)))
-    assert any("evaluation: 3 preference pairs, 7 to train on" in text for text in told)
+    assert any("evaluation: 13 preference pairs, 7 to train on" in text for text in told)
     kept = [row.row_id for row in setup.dataset.rows]
     held = [row.row_id for row in setup.eval_rows]
-    assert kept == [row.row_id for row in setup.dataset.sides[1]] and held[:3] == held[3:]
+    assert kept == [row.row_id for row in setup.dataset.sides[1]] and held[:13] == held[13:]
     assert sorted(kept + held[:3]) == list(range(10))
     assert setup_of(folder).dataset.content_hash != setup.dataset.content_hash
+
+
+@pytest.mark.parametrize("longer", ["chosen", "rejected"])
+def test_microbatches_keep_to_the_budget_whichever_answer_is_longer(folder: Path, longer: str) -> None:
+    rows = [{"prompt": "Go ", "chosen": "a", "rejected": "b", longer: "c" * (1 + 5 * n)} for n in range(10)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setup = setup_of(folder, "micro_batch_tokens=256", "gradient_accumulation_steps=5")
+    microbatches, _ = make_scored(setup, rows_of_steps(setup.recipe, setup.dataset).next_step())
+    assert len(microbatches) > 2 and all(one.input_ids.numel() <= 256 for one in microbatches)
 
 
 def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:

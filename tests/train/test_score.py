@@ -3,14 +3,17 @@ good."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,11 @@ def small_windows() -> None:
     """Several rows a window, in a process that is started."""
     steps.WINDOW_TOKENS = 1
     steps.MIN_MICROBATCHES = 1
+
+
+def ticking() -> None:
+    """Progress with each microbatch, by a clock on which each takes a second."""
+    scoring.TELL_EVERY_S, scoring.time = 0.0, SimpleNamespace(monotonic=partial(next, itertools.count()))  # type: ignore[assignment]
 
 
 def limited(most_bytes: int) -> None:
@@ -163,7 +171,10 @@ def test_killed_anywhere_it_continues_to_the_same_files(trained: Path) -> None:
 
 def test_no_computed_row_of_a_window_is_lost_and_the_files_do_not_tell_of_kills(trained: Path) -> None:
     """Story: a kill lost up to a window of rows, 16,384 tokens or more."""
-    score(trained, "out", *TABLES, to="unkilled", before=None).expect(0)
+    said = score(trained, "out", *TABLES, to="unkilled", before=ticking).expect(0).err
+    told = re.findall(r"scored ([\d,]+) of .* tokens, (\d+) tokens/s", said)
+    rates = [int(done.replace(",", "")) / second for second, (done, _) in enumerate(told, start=1)]
+    assert len(told) > 2 and [int(rate) for _, rate in told] == pytest.approx(rates, abs=1)
     want, found, seen = own_files(trained / "unkilled"), trained / "often", [0]
     assert [name for name in want if name.startswith("tokens-")] == ["tokens-000000000.parquet"]
     while (done := score(trained, "out", *TABLES, to="often", before=partial(killed_after, 5))).code:
