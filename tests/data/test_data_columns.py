@@ -228,6 +228,9 @@ def test_words_for_nothing_are_counted(tmp_path: Path, ending: str) -> None:
     others = {"tools": "null", "rejected": "nan", "label": "NA"}  # neither is trained, so nothing is said
     (source,) = build(write_csv(tmp_path / "y.csv", {"prompt": "Hi", "completion": "Yo", **others})).report.sources
     assert source.rows_kept == 1 and source.null_word_rows == []
+    path = write_rows(tmp_path / f"y{ending}", [{"q": "Hi", "a": "nan"}])
+    mapped = build(path, columns={"prompt": "q", "completion": "a"})
+    assert mapped.report.sources[0].null_word_rows == [first - 1]
 
 
 def test_a_figure_of_a_row_is_its_factor() -> None:
@@ -314,6 +317,10 @@ def test_columns_of_the_recipe_are_used(tmp_path: Path) -> None:
     assert "`chosen` belongs to a preference pair" in str(caught.value)
     late = write_rows(tmp_path / "y.jsonl", [{"MESSAGES": 3}, {"messages": CHAT}])
     assert len(build(late, type="chat", on_bad_row="skip").rows) == 1, "a type that is given has its columns in any row"
+    path = write_rows(tmp_path / "y.jsonl", [{"dialog": [USER]}])
+    with pytest.raises(RefusedError, match="rows cannot be used") as caught:
+        build(path, columns={"messages": "dialog"})
+    assert caught.value.problems[1].what == "`dialog` has nothing to train on"
 
 
 THINKING = CHATML.replace(
@@ -386,6 +393,11 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
         expected = [(f"{prompt}{one}</s>\n", f"{one}</s>") for one in ("Yo", "No")]
         assert pair_text(tokenizer, chosen, rejected, index) == expected, name
     assert not any(text.startswith("rejected: ") for text in chosen.notices)
+    row = {"prompt": "Hi", "chosen": "A", "rejected": "B", "good": "Yo", "bad": "No"}
+    columns = {"chosen": "good", "rejected": "bad"}
+    mapped, other = pairs_of(write_rows(tmp_path / "x.jsonl", [row]), tokenizer, columns=columns)
+    assert trained_text(tokenizer, mapped)[1] == "Yo</s>"
+    assert trained_text(tokenizer, replace(mapped, sides=(other,)))[1] == "No</s>"
 
 
 @pytest.mark.parametrize(
