@@ -177,6 +177,11 @@ def test_after_a_stop_signals_wait_until_it_was_said() -> None:
         except KeyboardInterrupt:  # as torch's conversion of a storage does
             raise ValueError("could not determine the shape of object type") from None
     assert isinstance(stopped.value.__cause__, ValueError)
+    with pytest.raises(StoppedError, match="at once by a second SIGINT") as stopped, StopSignals() as signals:
+        signals.guard()
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.raise_signal(number)
+    assert stopped.value.exit_code == 130, "of SIGINT: no other signal stops at once"
 
 
 @pytest.mark.usefixtures("handlers")

@@ -218,6 +218,7 @@ def test_no_colour_means_no_colour(environment: dict[str, str]) -> None:
     text = "".join(ansi(line, console) for line in lines)
     assert ("\x1b[38" in text or "\x1b[3" in text.replace("\x1b[39", "")) == ("NO_COLOR" not in environment)
     assert "\x1b[" in text  # bold and dim stay
+    assert ("F forward" in "".join(line.plain for line in lines)) == ("NO_COLOR" in environment), "letters instead"
 
 
 def test_a_step_tells_of_devices_that_have_no_figures_of_their_own() -> None:

@@ -22,7 +22,7 @@ from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.dashboard import replay
 from roundpipe_cli.dashboard.html import comparison, page, read_report, report_page
 from roundpipe_cli.dashboard.live import last_frame
-from roundpipe_cli.dashboard.replay import Life, RunFiles
+from roundpipe_cli.dashboard.replay import Life, RunFiles, run_hint
 from roundpipe_cli.dashboard.state import DashboardState, Median, fold_all
 from roundpipe_cli.dashboard.views import MIN_HEIGHT
 from roundpipe_cli.events import (
@@ -154,6 +154,11 @@ def test_life(finished: Path, tmp_path: Path) -> None:
     assert RunFiles(tmp_path).life() is Life.STOPPED
     (tmp_path / ".roundpipe.lock").write_text('{"pid": 1, "host": "elsewhere"}')
     assert RunFiles(tmp_path).life() is Life.RUNNING
+    for seconds, place in enumerate(("outputs/b", "outputs/c", "a")):
+        shutil.copytree(finished, tmp_path / place)
+        os.utime(tmp_path / place / "metrics.jsonl", (seconds % 2, seconds % 2))
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    assert run_hint(tmp_path) == "the newest run here is outputs/c"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
