@@ -293,3 +293,7 @@ def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [first.device, second.device] == ["Simulated 90", "Simulated 75"] and first.slowdown == 1.0
     assert {*first.narrow_products} == {"float16"} and len(first.products["float16"]) == 2
     assert "bfloat16" not in second.products, "the second card has none"
+    monkeypatch.setattr(measure, "MOST_S", 1e-12)
+    with simulated(0):
+        slow = measure.add_part("products", ["cuda:0"], {})["workers"][0]["products"]
+    assert [len(curve) for curve in slow.values()] == [1, 1, 1], "each type of a slow device has its smallest size"
