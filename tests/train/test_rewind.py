@@ -24,7 +24,7 @@ from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.output_dir import RunState, list_best, list_checkpoints, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import check_not_past_end, check_unchanged, is_complete, may_ask_for_more
-from roundpipe_cli.train.checkpoint.rewind import RowDigest, copy_records, rewind
+from roundpipe_cli.train.checkpoint.rewind import RowDigest, copy_records, keep_edited_rows, rewind
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import replace_os_call
 
@@ -308,6 +308,11 @@ def test_edited_evaluations_are_kept_at_every_kill(tmp_path: Path, recorded: Pat
         assert [path.read_bytes() for path in copies] == [edited], nth
         assert steps_in(folder / "eval.jsonl") == [4]
     assert nth > 10
+    folder = Path(shutil.copytree(recorded, tmp_path / "alone"))
+    (folder / "metrics.jsonl").unlink()
+    (folder / "eval.jsonl").write_bytes(edited)
+    keep_edited_rows(folder, folder, lambda text: None)
+    assert [path.read_bytes() for path in folder.glob("eval-edited-*")] == [edited], "whatever else is missing"
 
 
 def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
