@@ -49,6 +49,9 @@ def test_states_with_and_without_resume(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError) as nothing, OutputDir(folder, resume=True):
         pass
     assert nothing.value.exit_code == 6 and not folder.exists()
+    with pytest.raises(RefusedError), OutputDir(tmp_path / "outputs" / "x"):
+        raise RefusedError("a model that is not there")
+    assert not list(tmp_path.iterdir()), "nor what it was made in"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(NoCheckpointError), OutputDir(folder, resume=True):

@@ -184,6 +184,15 @@ def test_a_resume_takes_scores_elsewhere_and_refuses_others(scored: Path) -> Non
     assert done.code == 2 and "distill.teacher (scores)" in done.err
 
 
+def test_scores_made_in_other_words_that_have_every_row_are_taken(scored: Path, tmp_path: Path) -> None:
+    """Another text of the template, or longer rows, that come to the same tokens."""
+    shutil.copytree(scored / "scores", tmp_path / "scores")
+    edit_json(tmp_path / "scores" / "header.json", template_hash="0" * 64, max_seq_length=9999)
+    words = [f"distill.teacher={tmp_path / 'scores'}", f"datasets=[{{path: {scored / 'rows.jsonl'}}}]"]
+    loaded, tokenizer = load_recipe(scored / "recipe.yaml", words), AutoTokenizer.from_pretrained(scored / "model")
+    assert read_teacher(loaded, read_rows(loaded, tokenizer, True, str), tokenizer) is not None
+
+
 def changed(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
     """Change the rows of the second table in place."""
     path = sorted(folder.glob("tokens-*"))[1]

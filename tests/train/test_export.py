@@ -504,10 +504,12 @@ def test_the_card_escapes_what_it_quotes(tmp_path: Path) -> None:
     recipe = {"datasets": [{"path": "a\n# Owned <script>|x|.jsonl", "type": "text", "split": "[a](http://b)"}]}
     recipe |= {"note": "```\n# Owned\n```", "lora": {"target_modules": "q\n---\nlicense: x"}}
     report = {"model": "x/y", "evaluation": {"<b>|loss": 1}, "num_steps": "<img src=x>", "model_commit": "<b>"}
+    report["data"] = {"rows_read": 9, "rows_kept": 7, "trained_tokens": 30}
     text = card(tmp_path / "a<b>", "x/y\n# Owned", report, recipe)
     outside, fence = text.split("## Recipe")
     assert "\n# Owned" not in outside and "<script>" not in outside.replace("\\<script\\>", "")
     assert "\\<img" in outside and "[a]" not in outside.replace("\\[a\\]", "") and "commit" not in outside
+    assert "7 rows, 30 trained tokens." in outside, "those that were trained"
     assert fence.strip().startswith("````yaml") and fence.strip().endswith("````")
     assert "base_model" not in front(text)
 

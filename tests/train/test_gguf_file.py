@@ -122,6 +122,7 @@ def test_sentencepiece_tokens_have_scores_and_kinds(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama")
     tokenizer = sentencepieces()
     tokenizer.save_pretrained(str(folder))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, 70, 80]}))
     write_gguf(folder, "f32")
     read = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_NAME)
     for text in ("lock is", "a lock file", "été is"):
@@ -129,6 +130,7 @@ def test_sentencepiece_tokens_have_scores_and_kinds(tmp_path: Path) -> None:
         assert found == tokenizer(text, add_special_tokens=False)["input_ids"], text
     fields = GGUFReader(str(folder / GGUF_NAME)).fields
     assert fields["tokenizer.ggml.model"].contents() == "llama"
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == 70, "the file has room for one more end"
     kinds, scores = fields["tokenizer.ggml.token_type"].contents(), fields["tokenizer.ggml.scores"].contents()
     vocabulary = tokenizer.get_vocab()
     assert [kinds[vocabulary[token]] for token in ("<unk>", "<s>", "<0x00>", "lock", "a")] == [2, 3, 6, 1, 1]
