@@ -284,6 +284,8 @@ def test_columns_that_are_not_used_are_listed(tmp_path: Path) -> None:
         assert dataset.num_cached == num_cached and dataset.notices[1:] == (expected,)
         assert dataset.report.sources[0].unused_columns == {"id": 3, "source": 2, "messages[].id": 1, "label": 1}
     assert len(build(write_rows(tmp_path / "y.jsonl", [{"messages": CHAT, "tools": None}])).notices) == 1
+    empty = build(write_rows(tmp_path / "x.jsonl", [{"messages": CHAT, "chat_template_kwargs": {}}]))
+    assert empty.notices[1].endswith("not used: chat_template_kwargs"), "a setting that sets nothing"
     two_forms = write_rows(tmp_path / "z.jsonl", [{"messages": [{**USER, "value": "Other"}, YO]}])
     assert build(two_forms).notices[1].endswith("not used: messages[].value")
 

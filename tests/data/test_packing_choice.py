@@ -29,7 +29,7 @@ from roundpipe_cli.train.prepare.learning_rate import num_steps_of
 from roundpipe_cli.train.prepare.rows import read_rows
 from roundpipe_cli.train.prepare.setup import with_packing
 from roundpipe_cli.train.prepare.steps import rows_of_steps, usual_step
-from roundpipe_cli.train.run_length import UNDECIDED, length_of, run_length
+from roundpipe_cli.train.run_length import UNDECIDED, KnownRows, length_of, run_length
 from tests.data.test_data_dataset import byte_tokenizer, write_rows
 from tests.support.tiny import tiny_config
 
@@ -164,6 +164,12 @@ def test_marks_that_a_tokenizer_adds_are_in_no_turn(tmp_path: Path) -> None:
     estimated = sample_lengths(DatasetSpec(str(path)), None, token_counter(tmp_path, None))
     dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 4096), adding)
     assert estimated == dataset.rows.lengths.tolist()
+
+
+def test_sequences_of_more_rows_than_were_looked_at_are_whole() -> None:
+    """Rows of half a sequence, four of five looked at: the fifth begins a third sequence."""
+    known = KnownRows(per_epoch=5, mix=RowMix([4], [1.0], 0, shuffle=True), lengths=np.full(4, NEEDS.row_tokens // 2))
+    assert known.packed(NEEDS) == 3
 
 
 @pytest.mark.parametrize("name", SHORT_SETS)
