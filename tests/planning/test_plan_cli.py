@@ -18,7 +18,7 @@ from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.planning import choose
-from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.predict import make_plan, priced
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.planning.solve import remedies, solve
@@ -153,6 +153,8 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
     assert lines[4].startswith("  a step ") and lines[5].startswith("  of which        arithmetic ")
     assert lines[6].startswith("  tokens/s ")
     assert "for 3 steps (10 rows of about 2 tokens), each 7 tokens in 3 microbatches" in lines[7]
+    predicted = plan_document(priced(answer, 3600.0), None)["predicted"]
+    assert predicted["run_s"] == pytest.approx(predicted["dollars_of_run"]), "by a usual step, of short rows"
     text = "\n".join(lines)
     for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
         assert heading in text
