@@ -23,9 +23,10 @@ from roundpipe_cli.cli.init_choice import choose_settings, recipe_text
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.engine import link_speed
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.engine.link_speed import LinkSpeed, measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import shared_mode
 from roundpipe_cli.planning import choose
@@ -37,6 +38,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from tests.cli.test_terminal_text import on_a_terminal, said
 from tests.support.covering import swept
 from tests.support.e2e import python, run
+from tests.support.simulated_cases import simulated
 
 NO_GPU = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
 WORDS = ("--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64")
@@ -180,6 +182,15 @@ def test_doctor_without_a_gpu(
     doctor()
     assert capsys.readouterr().out.splitlines()[-1].startswith("Training can run here")
     assert list(tmp_path.glob("[!.]*")) == [], "nothing is written"
+
+
+def test_doctor_names_the_speed_of_a_slow_link_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = [LinkSpeed(1.5e9, 9e9, 9e9), LinkSpeed(9e9, 1.5e9, 9e9)]
+    monkeypatch.setattr(link_speed, "measure_links", lambda *_: links)
+    with simulated():
+        slow, good = checks._links(2)
+    assert (slow.state, good.state, good.fix) == ("note", "good", None)
+    assert "1.5 GB/s up, 9.0 GB/s down" in slow.found and str(slow.fix).endswith(":pcie_gb_per_s=1.5")
 
 
 def test_doctor_says_no_where_nothing_can_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
