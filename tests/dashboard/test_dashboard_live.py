@@ -19,7 +19,7 @@ from roundpipe_cli.dashboard.live import LEAVE, MAX_QUEUED, LiveDashboard, Termi
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Notice, RunStarted
 from tests.cli.test_terminal_text import on_a_terminal
-from tests.support.e2e import REPOSITORY, STAGES, make_workspace, metrics
+from tests.support.e2e import REPOSITORY, STAGES, launch, make_workspace, metrics
 
 MAX_WAIT_S = 200.0
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
@@ -157,6 +157,16 @@ def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, mod
     assert (work / "out" / "report.html").is_file()
     shown = on_a_terminal(work, 80, "watch", "out", turns=[("● finished", "q")])
     assert "● finished" in shown.rpartition(LEAVE)[2], "the last frame stays"
+
+
+def test_watching_a_run_leaves_its_newest_screen(tmp_path: Path, model: Path) -> None:
+    work = make_workspace(tmp_path / "w", model, max_steps=3, **STAGES)
+    running = launch(work, "finetune", "recipe.yaml", environment={"ROUNDPIPE_FAULT": "compute:slow=0.1"})
+    while not (work / "out" / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    text = on_a_terminal(work, 80, "watch", "out").rpartition(LEAVE)[2]
+    running.finish().expect(0)
+    assert "● finished" in text and "step 3/3" in text
 
 
 SHOWN = """import os, time; from pathlib import Path; from rich.console import Console
