@@ -162,7 +162,7 @@ def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, mod
 def test_watching_a_run_leaves_its_newest_screen(tmp_path: Path, model: Path) -> None:
     work = make_workspace(tmp_path / "w", model, max_steps=3, **STAGES)
     running = launch(work, "finetune", "recipe.yaml", environment={"ROUNDPIPE_FAULT": "compute:slow=0.1"})
-    while not (work / "out" / "metrics.jsonl").exists():
+    while running.process.is_alive() and not (work / "out" / "metrics.jsonl").exists():
         time.sleep(0.05)
     text = on_a_terminal(work, 80, "watch", "out").rpartition(LEAVE)[2]
     running.finish().expect(0)

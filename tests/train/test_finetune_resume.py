@@ -271,6 +271,7 @@ CASES: dict[str, tuple[list[str], int, float, str]] = {
     "same rows": (["micro_batch_size=1", "gradient_accumulation_steps=4"], 9, 3, ""),
     "tokens": (["micro_batch_tokens=512"], 9, 3, ""),
     "packed": (["packing=true"], 9, 3, "rows are packed now"),
+    "packed between epochs": (["packing=true"], 9, 3, "rows are packed now"),
     "more epochs": (
         ["num_train_epochs=4", "gradient_accumulation_steps=4"],
         9,
@@ -289,14 +290,16 @@ def test_epochs_end_whole_with_other_rows_a_step(folder: Path, whole: Path, case
     if case == "more rows":
         write_rows(folder / "rows.jsonl", 20)
     keys = [word.partition("=")[0] for word in words] + ["datasets"]
-    words = [*words, f"resume_from_checkpoint={whole}/out/step-00000004"]
+    step, began = (3, "1.00") if case.endswith("between epochs") else (4, "1.20" if case == "more rows" else "1.40")
+    words = [*words, f"resume_from_checkpoint={whole}/out/step-0000000{step}"]
     log = {"ROUNDPIPE_ROW_LOG": str(folder / "rows.txt")}
     done = finetune(folder, *words, *(f"--allow-changed={key}" for key in keys), environment=log).expect(0)
-    rows, began = metrics(folder / "out"), "1.20" if case == "more rows" else "1.40"
+    assert ("continues in another order" in done.err) == (case in ("packed", "more rows"))
+    rows = metrics(folder / "out")
     assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
     assert rows[-1]["epoch"] == pytest.approx(last_epoch, abs=0.2 if case == "max_steps" else 0)
     assert all(one["epoch"] < other["epoch"] for one, other in zip(rows[4:], rows[5:], strict=False))
-    assert f"resuming after step 4, epoch {began}," in done.err
+    assert f"resuming after step {step}, epoch {began}," in done.err
     assert f"step {num_steps}/{num_steps}" in done.err + done.out
     assert said in done.err
     assert said or ("instead of" not in done.err and "more steps" not in done.err)

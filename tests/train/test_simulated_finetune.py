@@ -21,6 +21,7 @@ from roundpipe_cli.dashboard.html import report_page
 from roundpipe_cli.dashboard.state import fold_all
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.link_speed import LinkSpeed
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import EvaluationFinished, Event, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.model.stored import packed_weights
@@ -28,13 +29,14 @@ from roundpipe_cli.planning import adaptive
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import bench_run, build
 from roundpipe_cli.train.bench_run import Measured, check_losses, compare_for_real
-from roundpipe_cli.train.monitor.telemetry import Arithmetic
+from roundpipe_cli.train.monitor.telemetry import Arithmetic, step_figures
 from roundpipe_cli.train.prepare import devices
 from tests.support.e2e import make_workspace, metrics, run, tree
 from tests.support.simulated_cases import kernels_as_on, simulated
 from tests.support.simulated_cuda import Card, memory
 from tests.train.test_lost_devices import notices, train
 
+RESULT = ("loss", "bubble_ratio", "launch_bound_ratio", "upload_bytes", "gradient_norm")
 ON_CPU, ON_CARDS = "pipeline.devices=[cpu,cpu]", "pipeline.devices=[cuda:0,cuda:1]"
 
 
@@ -132,8 +134,13 @@ def test_busy_cards_that_wait_for_launches_are_seen_for_what_they_are(folder: Pa
     assert f"<span>arithmetic, MFU</span><b>{100 * h100.mfu:.1f} %</b>" in page
     assert "<span>arithmetic, MFU</span><b>not known</b>" in report_page(Path("run1"))
     shared = Arithmetic(6e9, (("cuda:0", 1e15), ("cuda:0", 1e15), ("cuda:1", 2e15), ("cuda:2", None)))
+    result = cast(StepResult, SimpleNamespace(**dict.fromkeys(RESULT), device_peak_bytes=(1, 3, 2), lanes=(0, 1)))
+    assert step_figures(result, 9, 1.0, shared)["device_peak_bytes"] == 3, "the fullest card's"
     assert [shared.share(1e5, lanes) for lanes in ((0, 1), (0, 1, 2), (2, 3))] == [0.6, pytest.approx(0.2), None]
     assert '"mfu": null' in Path("run2/metrics.jsonl").read_text()
+    peak_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+    measured = json.loads(Path("run2/report.json").read_text())["measured"]
+    assert measured["host_peak_bytes"] == pytest.approx(1024 * peak_kib, rel=0.01)
 
 
 def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, shared_caches: Path, monkeypatch: Any) -> None:
@@ -211,16 +218,22 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
 def test_bench_compares_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the weights that a run would keep there, which follow from times: a busy machine measured others."""
 
+    speeds, told = list[object](), list[Event]()
+
     def in_even_times(rough: CostModel, steps: Sequence[StepTimeline]) -> CostModel:
+        speeds.append(rough.worker_speed)
         found = adaptive.measured_costs(rough, steps)
         layers = tuple(replace(layer, forward_s=1e-3, backward_s=2e-3) for layer in found.layers)
         return replace(found, layers=layers, worker_speed=None)
 
     monkeypatch.setattr(bench_run, "measured_costs", in_even_times)
+    monkeypatch.setattr(bench_run, "measured_speeds", lambda *_: (1.0, 0.5))
     said: list[str] = []
     loaded = load_recipe("recipe.yaml", (ON_CARDS,))
     with simulated():
-        found = compare_for_real(loaded, ("roundpipe", "1f1b"), repetitions=1, tell=lambda event: None, say=said.append)
+        found = compare_for_real(loaded, ("roundpipe", "1f1b"), repetitions=1, tell=told.append, say=said.append)
+    assert speeds == [(1.0, 0.5)], "two cards may be unlike"
+    assert [event for event in told if isinstance(event, StepFinished)][-1].eta_s == 0
     assert found.devices == ("cuda:0", "cuda:1") and [len(one.steps) for one in found.schedules] == [1, 1]
     assert all(one.device_peak_bytes > 0 for one in found.schedules)
     assert not any("counting memory" in text for text in said), "cards count it themselves"
