@@ -21,6 +21,7 @@ import torch
 from roundpipe_cli.costs import machine as machines
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.nodes import group
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
@@ -50,7 +51,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A recipe with dropout whose last step of an epoch has two microbatches, trained alone into `out`."""
     folder = tmp_path_factory.mktemp("nodes")
     work = make_workspace(folder / "work", make_model(folder / "made"), **CHANGES, **STAGES)
-    finetune(work, environment={"ROUNDPIPE_ROW_LOG": str(work / "rows-alone")}).expect(0)
+    log = {"ROUNDPIPE_ROW_LOG": str(work / "rows-alone")}
+    launch(work, "finetune", "recipe.yaml", environment=log, before=say_soon).finish().expect(0)
     yield work
 
 
@@ -97,7 +99,9 @@ def start_one(
 
 
 def say_soon(after_s: float = 1.0) -> None:
+    """And promise of a processor what a card's data sheet does, so that there is an MFU."""
     group.SAY_AFTER_S = group.STOP_AFTER_S = after_s
+    telemetry._promised = lambda device, dtype, *, narrow: 1e12
 
 
 def train(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Outcome]:
@@ -145,6 +149,8 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list
     assert logs == [alone, alone]
     assert "on 2 machines, without the exchange between them" in by_two[0].err, "the forecast"
     assert by_two[1].out == by_two[1].err == "", "only the first speaks"
+    lone, shared = (metrics(workspace / name)[0] for name in ("out", "shared2"))
+    assert shared["mfu"] / shared["tokens_per_s"] == pytest.approx(lone["mfu"] / lone["tokens_per_s"] / 2)
     names = [{path.name for path in (workspace / name).iterdir()} for name in ("out", "shared2")]
     assert names[0] == names[1], "and only it writes"
 
