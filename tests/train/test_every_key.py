@@ -256,7 +256,7 @@ RIGHT = {
     "train/test_checkpoint_store.py::test_retention_is_by_step_whatever_the_clock_says": "save_total_limit",
     "engine/test_host_pages.py::test_a_run_on_mapped_weights_gives_the_same_numbers": "weights",
     "engine/test_simulated_device.py::test_torch_adds_up_in_order_only_where_a_recipe_says_so": "deterministic",
-    "engine/test_simulated_device.py::test_what_a_run_changes_of_torch": "float16_accumulation",
+    "engine/test_simulated_device.py::test_changes_of_torch": "float16_accumulation",
     "model/test_unread_products.py::test_chunks_agree_with_plain_pytorch": "mlp_chunk_tokens",
     "model/test_unread_products.py::test_it_is_left_out": "pipeline.skip_last_projection",
     "engine/test_engine_failure.py::test_a_hang_is_ended_by_the_watchdog": "watchdog_s",
