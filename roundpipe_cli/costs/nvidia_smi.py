@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from roundpipe_cli.costs.hardware import Device, catalogue, find_gpu, gpu_device, part_of
 from roundpipe_cli.costs.memory import grows_segments
@@ -102,7 +103,7 @@ def require_memory(devices: Sequence[Device]) -> None:
                 where=device.name,
                 found="nvidia-smi does not tell, and torch sees no such GPU",
                 expected="a driver or a torch that says how much there is",
-                hint=f"name the machine: --hardware {'+'.join(f'1x{name}' for name in own)}",
+                hint=f"name the machine: --hardware {'+'.join(f'{len([*run])}x{name}' for name, run in groupby(own))}",
             )
 
 
