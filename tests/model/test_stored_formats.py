@@ -176,10 +176,10 @@ def test_blocks_end_where_the_settings_or_the_usual_block_say(tmp_path: Path) ->
         find_stored(tmp_path, DTYPE)["up_proj.weight"].read(opened)
 
 
-def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
-    """As GPT-OSS is published, with scales that differ; transformers dequantises it without another library."""
-    AutoModelForCausalLM.from_config(tiny_config("gpt_oss"), dtype=DTYPE).save_pretrained(tmp_path)
-    path, generator, tensors = tmp_path / "model.safetensors", torch.Generator().manual_seed(0), {}
+def save_mxfp4(folder: Path) -> None:
+    """A tiny checkpoint as GPT-OSS is published, with scales that differ."""
+    AutoModelForCausalLM.from_config(tiny_config("gpt_oss"), dtype=DTYPE).save_pretrained(folder)
+    path, generator, tensors = folder / "model.safetensors", torch.Generator().manual_seed(0), {}
     for key, tensor in load_file(path).items():
         if tensor.ndim < 3:
             tensors[key] = tensor
@@ -190,7 +190,12 @@ def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
         tensors[f"{key}_scales"] = torch.randint(115, 122, shape, generator=generator).to(torch.uint8)
     assert sum(key.endswith("_blocks") for key in tensors) == 6
     save_file(tensors, path, {"format": "pt"})
-    say(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    say(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
+    """transformers dequantises it without another library."""
+    save_mxfp4(tmp_path)
     dequantizing = Mxfp4Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPE, quantization_config=dequantizing)
     store, *_ = load(tmp_path, DTYPE)
