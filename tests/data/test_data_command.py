@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.describe import histogram
+from roundpipe_cli.data.describe import fill_with_packing, histogram
+from roundpipe_cli.data.tokenized import RowMix
 from tests.cli.test_terminal_text import on_a_terminal, said
 from tests.data.test_data_dataset import write_rows
 from tests.support.e2e import edit_json, make_model, make_workspace
@@ -110,6 +111,13 @@ def test_histogram_counts_every_row_in_few_bins(lengths: list[int]) -> None:
     assert len(bins) <= 12 and bins[0][0] == 0 and bins[-1][0] <= max(lengths) < bins[-1][1]
     for low, high, rows in bins:
         assert rows == sum(low <= length < high for length in lengths)
+
+
+def test_sequences_are_filled_by_the_rows_that_an_epoch_has() -> None:
+    """By their weights short rows come six times, long ones twice: 60 tokens in one sequence, 100 in two."""
+    lengths = np.array([10] * 4 + [100] * 4)
+    fill = fill_with_packing(RowMix([4, 4], [3.0, 1.0], 0, shuffle=False), lengths, 100, 0, shuffle=False)
+    assert (fill.num_sequences, fill.ratio) == (3, pytest.approx(260 / 300))
 
 
 def test_refusals_have_their_exit_code(here: Path, tmp_path: Path) -> None:
