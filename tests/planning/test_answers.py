@@ -16,6 +16,7 @@ from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import load_recipe
+from tests.cli.test_terminal_text import said
 
 MACHINE = "1x4090,host_memory_gib=64"
 
@@ -61,6 +62,14 @@ def test_a_damaged_answer_is_ignored_and_said(old: bytes, new: bytes, searches: 
     assert len(searches) == 2
     assert answers.damage and all("cannot be used and is made again" in line for line in answers.damage)
     assert not Answers().damage and plan().step_s == first.step_s and len(searches) == 2, "it was repaired"
+
+
+def test_plan_says_that_a_remembered_answer_is_damaged() -> None:
+    words = ("plan", "quickstart", "--hardware", MACHINE)
+    assert "remembered" not in said(*words)[1]
+    for path in cache_folder("plans").glob("*.json"):
+        path.write_bytes(b"{")
+    assert "notice: the remembered plan in" in said(*words)[1]
 
 
 def test_a_bench_again_simulates_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

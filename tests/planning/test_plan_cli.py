@@ -214,6 +214,8 @@ def test_without_gpus_the_machine_is_said(recipe: Path, monkeypatch: pytest.Monk
     small, large = ask(load(recipe)), ask(load(recipe, "model=Qwen/Qwen3-8B"))
     assert [device.name for device in small.hardware.devices] == ["cpu", "cpu"]
     assert any("no GPU here: two CPU workers" in note for note in small.hardware.notes)
+    (told,) = (note for note in small.hardware.notes if " GiB of host memory (" in note)
+    assert float(told.split()[1]) == pytest.approx(small.hardware.host_memory_bytes / 2**30, abs=0.06)
     assert [device.name for device in large.hardware.devices] == ["cpu", "cpu"]
     assert any("`finetune` needs pipeline.devices=[cpu,cpu]" in note for note in large.hardware.notes)
     slow = plan_text(make_plan(load(recipe, "model=Qwen/Qwen3-8B", *AUTO)), None, details=False)

@@ -105,6 +105,8 @@ def test_launches_of_recomputes_that_are_left_out_are_not_counted() -> None:
     loaded = load_recipe("qwen3-8b", words)
     plan = make_plan(loaded, "1xh100,host_memory_gib=128")  # holds the activations of all blocks
     assert plan.cut.backward_stages == ((0, 37),)
+    (share, quoted) = re.findall(r"(0\.\d+)x", next(text for text in plan.assumptions if "kernels: auto" in text))[:2]
+    assert float(share) == pytest.approx(float(quoted), abs=0.08), "what fused operators save, forwards and backwards"
     blocks = plan.question.costs.layers[1:-1]
     once_s = 8 * sum(sum(layer.launches_s) for layer in plan.question.costs.layers)
     assert plan.needs_s["launches"] == pytest.approx(once_s, rel=0.02)
