@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
 from roundpipe_cli.train.monitor.metrics_file import MetricsFile
+from roundpipe_cli.train.result.finish import write_best
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import mounted
 
@@ -209,6 +211,13 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 with OutputDir(tmp_path, resume=True):
                     _save(tmp_path, saved + 1, keep=5)
                 assert load_newest(tmp_path).step == saved + 1
+
+
+def test_a_disk_that_fails_under_the_best_weights_names_them(tmp_path: Path) -> None:
+    setup: Any = None  # it does not come to the weights
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="could not write the best weights"):
+        write_best(setup, tmp_path / "file" / "best", {})
 
 
 def _rows(*steps: int) -> str:
