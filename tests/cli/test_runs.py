@@ -108,6 +108,9 @@ def test_a_loss_that_is_not_finite_is_no_figure_of_an_earlier_step(folder: Path,
         file.writelines(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in ((7, 0.25), (8, 9.5)))
     (tmp_path / "one").rename(tmp_path / "r10")
     shutil.copytree(folder / "outputs" / "one", tmp_path / "r9")
+    recipe = tmp_path / "r10" / "recipe.yaml"
+    recipe.write_text(re.sub(r"(?m)^seed: .*\n", "", recipe.read_text()))
     other, row = json.loads(said("runs", str(tmp_path), "--json")[0])["runs"]
     assert Path(other["folder"]).name == "r9" and Path(row["folder"]).name == "r10", "by number"
     assert (row["steps"], row["loss"], row["best_evaluation"]) == (last["step"] + 1, None, 0.25)
+    assert (other["differs"]["seed"], row["differs"]["seed"]) == (42, None), "each has every key"
