@@ -140,6 +140,12 @@ def test_calls_and_thoughts_are_trained_where_think_blocks_come_and_go() -> None
     assert shown(template, [ASKED, said("12")]) == "<|u|>Q?<|e|><|a|><think>\n\n</think>\n\n[[12<|e|>]]"
 
 
+def test_a_name_that_a_call_has_twice_is_trained_twice() -> None:
+    """Only what other turns repeat is none of the model's words."""
+    template = QWEN3.replace("c.function.name", "c.function.name + ' ' + c.function.name")
+    assert '[[<call>addup addup{"a": 1}</call><|e|>]]' in shown(template, TOLD)
+
+
 def test_calls_that_a_template_leaves_out_are_refused() -> None:
     """gpt-oss's writes the first one only: the others vanished, and their outputs stayed."""
     told = refused(GPT_OSS, [ASKED, said("", {"a": 1}, {"a": 2}), output("3"), output("4"), DONE])
