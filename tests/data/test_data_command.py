@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def test_the_report_names_every_row_that_is_lost_or_cut(here: Path) -> None:
     assert "<s>[user] Say one</s>[assistant] [[1</s>]]" in out
     assert "\x1b" not in out and "Say \\x1b[31mtwo" in out, "no row steers the terminal"
     assert not (here / "out").exists()
+
+
+def test_lengths_of_few_rows_have_a_bar_too(here: Path) -> None:
+    write_rows(here / "many.jsonl", [*[ROWS[0]] * 99, ROWS[3]])
+    out, _ = said("data", "recipe.yaml", "datasets[0].path=many.jsonl")
+    bars = re.findall(r"(?m)^ +\d+ to +\d+  (#*) *(\d+)$", out)
+    assert [int(rows) for bar, rows in bars if bar] == [99, 1]
 
 
 def test_json_has_everything(here: Path) -> None:
