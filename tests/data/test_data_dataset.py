@@ -511,21 +511,22 @@ def test_importing_loads_neither_torch_nor_the_libraries_of_data() -> None:
 
 
 def test_several_datasets_keep_their_order_and_places(tmp_path: Path) -> None:
-    first = write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    first = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in ("one", "two", 3, "three")])
     second = tmp_path / "b.csv"
     second.write_text("prompt,completion\nHi,Yo\n")
-    settings = DataSettings((DatasetSpec(str(first), split="train[1:]"), DatasetSpec(str(second))), 1000)
+    specs = (DatasetSpec(str(first), split="train[1:]"), DatasetSpec(str(second)))
+    settings = DataSettings(specs, 1000, on_bad_row="skip")
     tokenizer = byte_tokenizer()
     dataset = build_dataset(settings, tokenizer)
-    assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == ["two</s>", CHAT_TEXT]
-    assert [dataset.where(row.row_id) for row in dataset.rows] == [f"{first}:2", f"{second}:2"]
+    assert [trained_text(tokenizer, dataset, index)[0] for index in range(3)] == ["two</s>", "three</s>", CHAT_TEXT]
+    assert [dataset.where(row.row_id) for row in dataset.rows] == [f"{first}:2", f"{first}:4", f"{second}:2"]
     assert [source.type for source in dataset.report.sources] == ["text", "prompt_completion"]
     assert dataset.report.total_tokens == sum(len(row.input_ids) for row in dataset.rows)
     with pytest.raises(KeyError):
-        dataset.where(2)
+        dataset.where(1)
     with pytest.raises(IndexError):
-        dataset.rows[2]
-    assert len(dataset.rows[-1].input_ids) == len(dataset.rows[1].input_ids)
+        dataset.rows[3]
+    assert len(dataset.rows[-1].input_ids) == len(dataset.rows[2].input_ids)
 
 
 def test_content_hash_tells_every_change(tmp_path: Path) -> None:
