@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Callable
@@ -234,6 +235,15 @@ def test_files_that_were_sent_can_be_read() -> None:
     assert (measurement.SENT / "README.md").is_file()
     for path in measurement.SENT.glob("*.json"):
         assert read_measurement(path).workers
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_measurement_is_kept_for_plan_however_it_is_shown(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "measure_machine", lambda tell: content())  # which takes minutes
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
+    said("doctor", "--measure", str(tmp_path / "sent.json"), *words)
+    assert own_path().read_bytes() == (tmp_path / "sent.json").read_bytes() == measurement_text(content()).encode()
 
 
 @pytest.mark.sweep
