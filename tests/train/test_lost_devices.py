@@ -126,6 +126,15 @@ def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPat
         assert f"1 thread of a device that hangs left behind: {name}" in notices(events)
 
 
+def test_an_evaluation_goes_on_without_the_lost_device(finetune: Finetune) -> None:
+    evaluates = ("val_set_size=2", "eval_steps=2")
+    events = finetune("lost", *evaluates, fault="compute:raise=DeviceFault:step=2:nth=1")
+    assert bits("lost") == bits_of_whole(finetune, *evaluates)
+    assert [one.at for one in losses_of(events)] == ["a pass without training, after 2 steps"]
+    found, want = (Path(name, "eval.jsonl").read_text().splitlines() for name in ("lost", "whole"))
+    assert [json.loads(line)["loss"] for line in found] == [json.loads(line)["loss"] for line in want]
+
+
 @pytest.mark.parametrize(
     ("words", "fault", "reason", "rest"),
     [
