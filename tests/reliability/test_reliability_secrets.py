@@ -49,6 +49,7 @@ def test_no_secret_comes_out(folder: Path, words: tuple[str, ...], fault: str, c
     filled = [word.format(**CANARIES) for word in words]
     done = launch(folder, "finetune", "recipe.yaml", *filled, environment=environment).finish()
     assert done.code == code, done.err
+    assert ("Traceback" in done.err) == (code == 1), "of a bug, and of nothing else"
     assert leaks(folder) == []
 
 
