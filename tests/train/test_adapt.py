@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.data.batching import Grouping
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import step_runner
@@ -77,6 +78,17 @@ def test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches(folder:
     assert len(metrics(folder / "out")) == 6
 
 
+def say_when_attending_in_rows() -> None:
+    """In a run's process."""
+    really = Engine.attend_in_rows
+
+    def and_say(engine: Engine) -> None:
+        print("without masks", flush=True)
+        really(engine)
+
+    Engine.attend_in_rows = and_say  # type: ignore[method-assign]
+
+
 def test_single_rows_go_on_in_chunks(folder: Path, whole: Path) -> None:
     """Twice as many each time; rows, steps and losses stay, and a run resumes so, or with the lines that it names."""
     faults = ",".join(f"compute:raise=MemoryError:step={step}:nth={nth}" for step, nth in ((1, 1), (1, 2), (3, 3)))
@@ -90,8 +102,9 @@ def test_single_rows_go_on_in_chunks(folder: Path, whole: Path) -> None:
     assert "step 4: out of memory" in done.err and lines.format(4) in done.err
     (folder / "out" / "report.json").unlink()
     shutil.rmtree(folder / "out" / "step-00000006")
-    resumed = finetune(folder, *words, "--resume").expect(0)
-    assert "computed again" not in resumed.err
+    command = ("finetune", "recipe.yaml", "--no-dashboard", *words, "--resume")
+    resumed = launch(folder, *command, before=say_when_attending_in_rows).finish().expect(0)
+    assert "computed again" not in resumed.err and "without masks" in resumed.out
     rows, expected = metrics(folder / "out"), metrics(whole / "out")
     assert [row["segment"]["sequence_chunks"] for row in rows if "segment" in row] == [2, 4]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
