@@ -33,7 +33,7 @@ from roundpipe_cli.train.monitor.telemetry import Arithmetic, step_figures
 from roundpipe_cli.train.prepare import devices
 from tests.support.e2e import make_workspace, metrics, run, tree
 from tests.support.simulated_cases import kernels_as_on, simulated
-from tests.support.simulated_cuda import Card, memory
+from tests.support.simulated_cuda import SMALL_CARD, Card, memory
 from tests.train.test_lost_devices import notices, train
 
 RESULT = ("loss", "bubble_ratio", "launch_bound_ratio", "upload_bytes", "gradient_norm")
@@ -86,19 +86,19 @@ def test_stopped_resumed_and_evaluated_in_float16(folder: Path) -> None:
 
 def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measured step had no transfers: waits were for `input`. And stages were cut for links of 25 GB/s."""
-    asked: list[float] = []
+    asked: list[tuple[float, bool]] = []
     monkeypatch.setattr(
         devices, "measure_links", lambda backends, _: [LinkSpeed(3.14e9, 1e9, 1e9), LinkSpeed(6e9, 1e9, 1e9)]
     )
     rough = build.rough_costs
 
     def note(sizes: Any, device: Any, **words: Any) -> Any:
-        asked.append(device.link_bytes_per_s)
+        asked.append((device.link_bytes_per_s, device.memory_bytes <= SMALL_CARD.total_bytes))
         return rough(sizes, device, **words)
 
     monkeypatch.setattr(build, "rough_costs", note)
     events = finetune("max_steps=4", "pipeline.weight_cache=0", ON_CARDS, "output_dir=cards")
-    assert asked == [3.1e9]
+    assert asked == [(3.1e9, True)], "those of the slower link and of the smaller card"
     lanes = {span.lane for event in events if isinstance(event, StepTimeline) for span in event.spans}
     assert lanes - {"host"} == {"compute", "up", "down"}, "on a busy machine a step waits for updates"
     state = fold_all((0.0, event) for event in events)
