@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import platform
@@ -429,8 +430,9 @@ def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(machine.host_memory, "__defaults__", (Path("/proc"), tmp_path))
     loaded, told = load_recipe("recipe.yaml"), list[Event]()
     needed = judge_coarsest(ask(loaded)).host.total_bytes
-    for more, others, is_mapped in ((64, 0, False), (-64, 0, True), (1024, 1024 + 64, True)):
-        UnusedHeap().give_back()  # what earlier tests left would be given back in between
+    for more, others, is_mapped in ((256, 0, False), (-64, 0, True), (1024, 1024 + 64, True)):
+        gc.collect()  # what earlier tests left would be given back in between
+        UnusedHeap().give_back()
         used = machine.process_bytes() + (others << 20)
         (tmp_path / "memory.max").write_text(str(int((needed + (more << 20)) / 0.95)))
         (tmp_path / "memory.current").write_text(str(used))
