@@ -198,7 +198,8 @@ PACKED_RIG = functools.cache(lambda: make_rig("mistral", "lora", num_hidden_laye
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(2, 7))
 def test_packed_chunks_end_anywhere(lengths: list[int], chunks: int) -> None:
-    assume(any(int((row.labels[:, 1:] != -100).sum()) for row in rows_of(*lengths)))
+    # of a token that sees only itself the gradient of the query is 0, and rounding is all that there is
+    assume(any(int((row.labels[:, 2:] != -100).sum()) for row in rows_of(*lengths)))
     compare_packed(PACKED_RIG(), [lengths], chunks, TOLERANCE, attends_in_rows=True)
 
 
