@@ -32,7 +32,7 @@ def settle_heap() -> None:
 
 def keep_heap() -> None:
     """Keep all that this process frees, which only plans: new pages for numpy's temporaries, which the system clears,
-    took a fifth of a cold plan's time."""
+    took a tenth to a third of a cold plan's time (scripts/MEASUREMENTS.md). 32 MiB is the most that glibc documents."""
     _set({"MMAP_THRESHOLD_": 32 * 1024**2, "TRIM_THRESHOLD_": 1024**3})
 
 
