@@ -27,7 +27,7 @@ def shown_step(index: int) -> int:
 
 def format_seconds(seconds: float) -> str:
     """`75 -> '1m15s'`; below a minute with three significant figures."""
-    if seconds == 0:
+    if seconds < 5e-10:  # what is left of a difference of two sums
         return "0 s"
     if seconds < 0.9995e-3:  # from here on three figures would round to 1000 of the smaller unit
         return f"{seconds * 1e6:.3g} us"

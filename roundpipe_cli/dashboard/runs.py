@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from json import dumps
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -38,7 +39,7 @@ class RunSummary:
     """The last step, whatever its loss was."""
     num_steps: int | None
     rows: int | None
-    """Rows of data that it trains on."""
+    """Rows of data that it has, those held out for evaluation among them."""
     loss: float | None
     """Loss of the last step; None also where it was not finite."""
     best_evaluation: float | None
@@ -143,22 +144,21 @@ LEFT_OUT = frozenset({"output_dir", "run_name", "hub_model_id", "resume_from_che
 
 
 def differing_keys(runs: Sequence[RunSummary]) -> list[str]:
-    """Keys of which two recipes have different values, in the recipes' order."""
+    """Keys that have different values in two recipes, in the recipes' order. Of a data set that one lacks, its path."""
     recipes = [run.recipe for run in runs if run.recipe]
-    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    return [
-        key
-        for key in keys
-        if key.split(".")[0] not in LEFT_OUT and len({repr(recipe.get(key)) for recipe in recipes}) > 1
-    ]
+    found = []
+    for key in dict.fromkeys(key for recipe in recipes for key in recipe):
+        of_item = re.search(r"\.\d+\.(?!path$)", key)
+        values = {repr(recipe.get(key)) for recipe in recipes if key in recipe or not of_item}
+        found += [key] if len(values) > 1 and key.split(".")[0] not in LEFT_OUT else []
+    return found
 
 
 def table(runs: Sequence[RunSummary], differs: Sequence[str]) -> list[list[str]]:
     """Rows of cells, the headings first; one column for each differing key. Model and method only where they differ."""
     about_keys = [key for key in ("model", "method") if key in differs or len(runs) == 1]
     shown = [key for key in differs if key not in about_keys]
-    headings = ["run", "state", *about_keys, "rows", "steps", "loss", "best eval", "tokens/s", "bubble"]
-    cells = [[*headings, *shown]]
+    cells = [["run", "state", *about_keys, "rows", "steps", "loss", "best eval", "tokens/s", "bubble", *shown]]
     for run in runs:
         steps = str(run.steps) if run.num_steps is None else f"{run.steps}/{run.num_steps}"
         about = [str(run.recipe.get(key, "-")) for key in about_keys]
@@ -175,9 +175,7 @@ def table(runs: Sequence[RunSummary], differs: Sequence[str]) -> list[list[str]]
 
 
 def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else dumps(value, ensure_ascii=False, default=str).replace('"', "")
 
 
 def runs_page(runs: Sequence[RunSummary], differs: Sequence[str]) -> str:

@@ -745,9 +745,11 @@ def plain_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def dotted_values(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested settings by keys with dots: `{"lora": {"r": 16}}` as `lora.r` and 16."""
+    """Nested settings by keys with dots: `lora.r`, and `datasets.0.path` in a list of mappings."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{before}{key}"
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(place): item for place, item in enumerate(value)}
         found |= dotted_values(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return found

@@ -170,6 +170,8 @@ def _data(recipe: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     data = _part(report, "data")
     if data:
         lines += ["", f"{_plain(data.get('rows_kept'))} rows, {_plain(data.get('trained_tokens'))} trained tokens."]
+        if recipe.get("val_set_size"):
+            lines[-1] += f" {_plain(_part(report, 'evaluation').get('rows'))} of the rows were held out for evaluation."
     return [*lines, ""]
 
 
