@@ -147,7 +147,7 @@ def evaluation_rows(
         trained = [f"{text}: trained, too" for text in same_rows(other.numbered_sources, dataset.numbered_sources)]
         tell_notices(tell, *(f"evaluation: {text}" for text in (*other.notices, *trained)))
     if parts:
-        count = f"{sum(len(part.rows) for part in parts)} {recipe.objective_kind.rows.noun}"
+        count = counted(sum(len(part.rows) for part in parts), recipe.objective_kind.rows.noun.removesuffix("s"))
         tell(Notice(f"evaluation: {count}, {len(dataset.rows)} to train on", is_detail=True))
     return dataset, [row for side in range(len(dataset.sides)) for part in parts for row in part.sides[side]]
 
