@@ -172,8 +172,8 @@ def test_dropout_before_adapters_keeps_masks_and_what_they_leave() -> None:
     assert with_it - without == 2048 * (1 + 2) * q_k_v_o_gate_up_down  # a mask of one byte, values of two
 
 
-def on_processor(gib: int = 16, **changes: Any) -> Case:
-    machine = Hardware("2 CPU workers", cpu_devices(2), gib * GIB)
+def on_processor(gib: int = 16, workers: int = 2, **changes: Any) -> Case:
+    machine = Hardware("CPU workers", cpu_devices(workers), gib * GIB)
     return ask("HuggingFaceTB/SmolLM2-135M-Instruct", machine, **{"max_seq_length": 512, **changes})
 
 
@@ -203,6 +203,8 @@ def test_workers_beyond_the_stages_each_hold_the_heads_logits() -> None:
     gradients = sum(layer.grad_bytes for layer in case.costs.layers)
     assert part(one, "wait for their turn") == 2 * gradients and part(two, "wait for their turn") == 0
     assert part(one, "CPU workers") - part(two, "CPU workers") > case.costs.layers[-1].activation_bytes
+    three = memory.Need(memory.cpu_workers_need(on_processor(workers=3), cuts[1], microbatches_per_round=2))
+    assert part(three, "wait for their turn") == 2 * gradients, "two of the three may be at one stage"
 
 
 def test_cpu_workers_cut_finer_where_host_memory_is_scarce() -> None:
