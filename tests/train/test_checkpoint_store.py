@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from roundpipe_cli import files as durable
-from roundpipe_cli.errors import InternalError, NoCheckpointError, ResourceError
+from roundpipe_cli.errors import InternalError, NoCheckpointError, ResourceError, RoundpipeError
 from roundpipe_cli.events import CheckpointSaved, Event
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
@@ -380,7 +380,8 @@ class Run:
         self.changed = threading.Condition()
         self.events: list[Event] = []
         self.saved: list[Mapping[str, Any]] = []
-        self.saver = Saver(output_dir, 2, self.events.append, self.saved.append)
+        self.failed: list[RoundpipeError] = []
+        self.saver = Saver(output_dir, 2, self.events.append, self.saved.append, failed=self.failed.append)
 
     def state_of(self, layer: int) -> State:
         files = ("masters", "moments", "weights")
@@ -543,7 +544,7 @@ def test_a_writer_that_fails_is_one_error(tmp_path: Path, ask: Callable[[str], N
         with pytest.raises(InternalError, match="saving failed: Fault"):
             run.saver.wait()
         run.saver.wait()
-    assert not list(tmp_path.iterdir()) and not run.saved
+    assert not list(tmp_path.iterdir()) and not run.saved and len(run.failed) == 1
 
 
 def test_an_interrupted_run_gives_a_save_up_and_a_failed_one_lets_it_finish(tmp_path: Path) -> None:
@@ -553,5 +554,5 @@ def test_an_interrupted_run_gives_a_save_up_and_a_failed_one_lets_it_finish(tmp_
         with pytest.raises(error), run.saver:
             run.save(1, ready=lambda layer: time.sleep(0.05))
             raise error
-        assert bool(list((tmp_path / error.__name__).glob("step-*"))) == is_saved
+        assert bool(list((tmp_path / error.__name__).glob("step-*"))) == is_saved and not run.failed
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
