@@ -43,6 +43,7 @@ from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
+from roundpipe_cli.units import counted
 from tests.support.e2e import launch, make_workspace, metrics, run
 from tests.support.simulated_cases import simulated
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
@@ -116,14 +117,15 @@ def test_two_of_three_are_lost_and_no_bit_changes(finetune: Finetune) -> None:
 
 
 def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
-    for point in ("compute", "upload"):
+    for point, workers, names in (("compute", [1], "worker-1"), ("upload", [1, 2], "up-1, up-2")):
         see_hangs_soon(partial(monkeypatch.setattr, raising=False))
-        events = finetune(point, fault=f"{point}:hang:step=3:worker=1:nth=1")
+        fault = ",".join(f"{point}:hang:step=3:worker={worker}:nth=1" for worker in workers)
+        events = finetune(point, fault=fault)
         assert bits(point) == bits_of_whole(finetune)
-        (lost,) = losses_of(events)
-        assert (lost.worker, lost.at) == (1, "step 4") and "no progress" in lost.cause
-        name = "worker-1" if point == "compute" else "up-1"
-        assert f"1 thread of a device that hangs left behind: {name}" in notices(events)
+        assert [(lost.worker, lost.at) for lost in losses_of(events)] == [(worker, "step 4") for worker in workers]
+        assert all("no progress" in lost.cause for lost in losses_of(events))
+        left = f"{counted(len(workers), 'thread')} of a device that hangs left behind: {names}"
+        assert left in notices(events)
 
 
 def test_an_evaluation_goes_on_without_the_lost_device(finetune: Finetune) -> None:
