@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roundpipe_cli.cache import CACHE_VARIABLE, sealed
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.training import ask_on_cards_worth_using
 from roundpipe_cli.costs import hardware, machine, measurement
 from roundpipe_cli.costs.block_work import PassWork
@@ -303,6 +305,9 @@ def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [first.device, second.device] == ["Simulated 90", "Simulated 75"] and first.slowdown == 1.0
     assert {*first.narrow_products} == {"float16"} and len(first.products["float16"]) == 2
     assert "bfloat16" not in second.products, "the second card has none"
+    for library, forms in ((None, {"fp8", "mxfp4", "fp8_blocks"}), (torch, {*PACKED_FORMATS})):
+        monkeypatch.setattr(measure, "import_bitsandbytes", lambda: library)  # noqa: B023
+        assert {*measure._names("unpacking", torch.device("cpu"))} == forms
     monkeypatch.setattr(measure, "MOST_S", 1e-12)
     with simulated(0):
         slow = measure.add_part("products", ["cuda:0"], {})["workers"][0]["products"]
