@@ -248,6 +248,7 @@ def test_an_untied_head_and_a_nested_configuration(tmp_path: Path) -> None:
     del text["vocab_size"]
     values["text_config"] = {**text, "vocab_size": 300, "quantization_config": None}
     values |= {"torch_dtype": "float16", "tie_word_embeddings": True, "transformers_version": "4.52.1"}
+    values |= {"vocab_size": 300}  # said once more
     values.pop("dtype", None)
     (tmp_path / "config.json").write_text(json.dumps(values))
     source = ModelSource("base", tmp_path)
@@ -264,7 +265,7 @@ def test_an_untied_head_and_a_nested_configuration(tmp_path: Path) -> None:
     part.pop("dtype", None)
     assert part == {**kept, **changed}
     assert made["torch_dtype"] == "bfloat16" and made["tie_word_embeddings"] is False and "dtype" not in made
-    assert made["transformers_version"] == "4.52.1"
+    assert made["transformers_version"] == "4.52.1" and made["vocab_size"] == 303
 
 
 def test_an_adapter_of_another_program_takes_the_base_s_form(tmp_path: Path) -> None:
