@@ -20,9 +20,10 @@ import torch
 
 from roundpipe_cli.costs import machine as machines
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.nodes import group
+from roundpipe_cli.train.nodes.agreement import require_same
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.shard import Shards, owners
@@ -210,7 +211,7 @@ def test_a_shared_out_optimizer_gives_the_same_bits(trained: Path, count: int) -
 
 
 def test_every_machine_keeps_its_share() -> None:
-    layouts = make_rig("llama", dtype=torch.bfloat16, num_hidden_layers=12, vocab_size=300).store.layouts
+    layouts = make_rig("llama", dtype=torch.bfloat16, num_hidden_layers=12, vocab_size=2000).store.layouts
     whole = WeightStore(layouts)
     kept = []
     for rank in range(3):
@@ -454,6 +455,17 @@ def test_the_end_of_a_wait_says_who_waited_and_how_to_go_on() -> None:
         assert problem.where == "machine 2 of 3" and problem.hint is not None and problem.hint.endswith(hint)
 
 
+def test_a_wait_is_for_the_machines_that_are_behind() -> None:
+    """Another machine than the first hears of those by its line to that one, for which it waits before."""
+    first, other = Nodes(0, 3), Nodes(1, 3)
+    first._num_waits = other._num_waits = 2
+    assert first._whom().startswith("machines 2, 3 of 3") and other._whom().startswith("machine 1 of 3")
+    first._take("at", 2, 2)
+    other._take("at", 0, 2)
+    with socket.socket() as other.lines.open[0]:
+        assert first._whom().startswith("machine 2 of 3") and other._whom().startswith("machine 3 of 3")
+
+
 def test_two_machines_of_one_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in places(0, 3, free_port()).items():
         monkeypatch.setenv(name, value)
@@ -482,6 +494,17 @@ def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> No
         assert key in outcome.expect(2).err, outcome.err
         assert outcome.seconds < 20
     assert not (folder / "out" / "metrics.jsonl").exists()
+
+
+def test_values_that_are_nothing_or_missing_differ_too() -> None:
+    first = {"seed": 1, "decay": 0, "packing": True, "eval_steps": None, "kl": 0.1, "same": 0}
+    third = {"seed": 0, "decay": 0.1, "packing": False, "eval_steps": 2, "new": 1, "same": 0}
+    with pytest.raises(RecipeError) as refused:
+        require_same({0: first, 2: third}, 3)
+    told = [(one.where, one.found, one.expected) for one in refused.value.problems]
+    values = [("seed", 0, 1), ("decay", 0.1, 0), ("packing", "false", "true"), ("eval_steps", 2, "null")]
+    values += [("kl", "null", 0.1), ("new", 1, "null")]
+    assert told == [(key, f"{its} on machine 3 of 3", f"{other}, as on machine 1") for key, its, other in values]
 
 
 def test_a_run_that_is_killed_continues_on_any_number_of_machines(trained: Path) -> None:
