@@ -322,6 +322,14 @@ def test_another_shape_than_the_adapters_is_refused(folder: Path) -> None:
         assert raised.value.problems[0].where == f"lora.{key}"
     with pytest.raises(RefusedError, match="no adapter there"):
         setup_of(folder, "lora.start_from=nowhere")
+    assert setup_of(folder, "lora.start_from=nowhere", "method=full").peft_model is None
+
+
+def test_packed_rows_need_masks_where_kernels_are_switched_off(folder: Path) -> None:
+    words = ["packing=true", "max_seq_length=32768", "micro_batch_size=1", "gradient_accumulation_steps=1"]
+    assert setup_of(folder, *words).attends_in_rows
+    with pytest.raises(RefusedError, match="need attention masks that are too large"):
+        setup_of(folder, *words, "kernels=reference").attends_in_rows  # noqa: B018
 
 
 @pytest.mark.parametrize(
