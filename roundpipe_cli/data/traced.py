@@ -205,7 +205,7 @@ class SafeTraced(Traced):
         return self._beside(other, lambda: join_traced((self, other)), lambda own: own + other)
 
     def __radd__(self, other: str) -> str:
-        return self._beside(other, lambda: join_traced((other, self)), lambda own: other + own)
+        return self._beside(other, lambda: join_traced((other, self)), lambda own: str.__str__(other) + own)
 
     def _beside(self, other: str, traced: Callable[[], str], escaped: Callable[[str], str]) -> str:
         from markupsafe import Markup, escape

@@ -130,7 +130,7 @@ WAYS = [
     "x | tojson", "[x, 1] | tojson", "[x, 1]", "{'k': x}", "[x, 1] | string", "(x, 1)", "x in 'abc'", "x ~ 1 ~ none",
     "'%d' % 3", "'%5.1f' % 3.0", "x.isupper()", "x.swapcase()", "x.casefold()", "x.expandtabs()", "x | striptags",
     "x | wordcount", "x | batch(3) | list | length", "x | unique | join", "x | sort | join",
-    "x | min", "x | select | join",
+    "x | min", "x | select | join", "(x | safe) + x", "x + (x | safe)", "(x | safe) + '&lt;'", "'<' + (x | safe)",
 ]  # fmt: skip
 
 
