@@ -275,8 +275,9 @@ def test_slices_are_those_of_datasets(tmp_path: Path) -> None:
     from datasets import ReadInstruction
 
     path = write(tmp_path / "x.jsonl", "".join(f'{{"a": {index}}}\n' for index in range(10)))
-    slices = ("", "[:3]", "[7:]", "[-3:]", "[:-8]", "[10%:25%]", "[:99]", "[5:2]")
-    for part, expected in zip(slices, ("0123456789", "012", "789", "789", "01", "1", "0123456789", ""), strict=True):
+    slices = {"": "0123456789", "[:3]": "012", "[7:]": "789", "[-3:]": "789", "[:-8]": "01", "[10%:25%]": "1"}
+    slices |= {"[15%:37%]": "23", "[-37%:-12%]": "678", "[:99]": "0123456789", "[5:2]": ""}
+    for part, expected in slices.items():
         (theirs,) = ReadInstruction.from_spec(f"train{part}").to_absolute({"train": 10})
         assert "0123456789"[theirs.from_ : theirs.to] == expected, part
         assert "".join(str(row.columns["a"]) for row in read(path, f"train{part}")) == expected, part
@@ -384,6 +385,10 @@ def test_a_folder_has_the_splits_that_its_names_say(tmp_path: Path) -> None:
         read_all(tmp_path, "nope")
     with pytest.raises(RefusedError, match="no such configuration"):
         read_all(tmp_path, name="..")
+    write(tmp_path / "test" / "y.csv", "a\n6\n")
+    with pytest.raises(RefusedError, match="files of several kinds") as caught:
+        read_all(tmp_path, "all", name="test")
+    assert caught.value.problems[0].hint == f"path: {tmp_path}/test/*.csv"
 
 
 def test_a_data_folder_reads_nothing_outside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
