@@ -320,6 +320,7 @@ def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
     other = Path(shutil.copytree(recorded, tmp_path / "other"))
     (other / "best-00000004").mkdir()
     (other / "best-00000004" / "best.json").write_text("{}")
+    (other / "eval.jsonl").write_bytes(edited := (other / "eval.jsonl").read_bytes() + b"# my note\n")
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     target = tmp_path / "new"
     target.mkdir()
@@ -331,7 +332,8 @@ def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
         assert steps_in(target / "metrics.jsonl") == list(range(1, 9)) and steps_in(target / "eval.jsonl") == [4, 8]
     assert (target / "best-00000004" / "best.json").is_file() and not list(target.glob(".tmp-*"))
     assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
-    assert "stays as it is" in said[0]
+    assert "eval.jsonl was changed" in said[0] and "stays as it is" in said[1]
+    assert edited in [path.read_bytes() for path in target.glob("eval-edited-*.jsonl")]
 
 
 def unchanged_setup(recipe: Recipe) -> Any:
