@@ -423,7 +423,7 @@ def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
 )
 def test_pairs_that_are_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
     rows = [{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, row]
-    if "messages" in row:
+    if "messages" in row or len(row) == 2:  # columns are found in whichever row has them
         rows.reverse()
     with pytest.raises(RefusedError) as caught:
         pairs_of(write_rows(tmp_path / "x.jsonl", rows), byte_tokenizer())
