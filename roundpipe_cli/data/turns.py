@@ -180,7 +180,7 @@ class WrittenTurns:
             return leaves_out("some tool calls of a turn", found, expected, hint)
         return BadRowError(
             "the chat template leaves arguments of a tool call out, or writes them in another way",
-            found=printable(f"no {of.text!r} of turn {turn} in its text", 100),
+            found=f"no {printable(repr(of.text), 70)} of turn {turn} in its text",
             expected="a template that writes every argument as it stands or as JSON",
             hint=TEMPLATE_HINT,
         )

@@ -155,6 +155,8 @@ def test_calls_that_a_template_leaves_out_are_refused() -> None:
     assert "leaves arguments of a tool call out" in told and "of turn 2 in its text" in told
     drops = CALLS.replace("c.function.arguments | tojson", "c.function.arguments.keys() | join(' ')")
     assert "leaves arguments of a tool call out" in refused(drops, [ASKED, said("", {"a": True}), output("3"), DONE])
+    told = refused(drops, [ASKED, said("", {"a": "Bone" * 99}), output("3"), DONE])
+    assert f"| no '{'Bone' * 16}Bo... of turn 2 in its text |" in told
     assert "leaves the assistant's words out" in refused(
         CALLS.replace("+ m.content }}", "+ (m.content if not m.tool_calls else '') }}"), [ASKED, said("So.", {"a": 1})]
     )
