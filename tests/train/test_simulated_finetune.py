@@ -244,7 +244,8 @@ def test_bench_compares_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert all(step.upload_bytes < whole / 2 for step in one.steps), "frozen weights are on the cards"
     assert stays[0].startswith("roundpipe: ") and "each microbatch on one" in stays[0]
     assert stays[1].startswith("1f1b: weight cache (auto): all of ")
-    assert [one.holds_all for one in found.schedules] == [True, False]
+    stages = [(one.holds_all, one.predicted.schedule.backward_stages) for one in found.schedules]
+    assert stages == [(True, ((0, 3),)), (False, ((2, 3), (0, 1)))]
 
 
 def test_links_that_cannot_be_measured_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
