@@ -33,7 +33,9 @@ CLOCK = re.compile(
     r"|(?<=busy time  ).*|(?<=whole step  ).*|(?<=backward  ).*"
     rf"|\"(?:{'|'.join(TIME_KEYS)}|eta_s|seconds)\": (\[.*?\]|[^,}}]*)"
 )
-BY_CHANCE = re.compile(r"(?m)^(note: worker \d waited|forward and backward: | +predicted  measured).*\n")
+BY_CHANCE = re.compile(
+    r"(?m)^(comparing the engine|note: worker \d waited|forward and backward: | +predicted  measured).*\n"
+)
 FIGURE = re.compile(r"\d+\.\d+(?:e[-+]\d+)?")
 
 
