@@ -15,8 +15,11 @@ import typer.main
 
 from roundpipe_cli.cli.app import app, main
 from roundpipe_cli.cli.finetune import LOST_AT_VARIABLE, restarting
+from roundpipe_cli.cli.init_rows import FIELDS
 from roundpipe_cli.cli.versions import version_lines
 from roundpipe_cli.errors import DeviceLostError
+from roundpipe_cli.recipe.check import known_keys
+from roundpipe_cli.recipe.schema import Recipe
 from tests.cli.test_terminal_text import said
 from tests.support.e2e import fresh, python
 
@@ -47,6 +50,8 @@ def test_help_has_an_example_and_imports_little() -> None:
         shown, _, modules = text.partition("\x1e")
         assert not command or "Example: roundpipe " in shown, shown
         assert shown.endswith("code 0\n") and "[/" not in shown and max(map(len, shown.splitlines())) <= 100, shown
+        named = set(re.findall(r"\b([a-z][a-z_.]*)=", shown))
+        assert named <= {"key", "host_memory_gib", *FIELDS, *known_keys(Recipe)}, "keys that are no recipe's"
         loaded = set(modules.split())
         heavy = {"pydantic", "rich", "numpy", "yaml", "omegaconf", "huggingface_hub", "transformers", "torch"}
         assert not heavy & loaded and len(loaded) < 200, command
