@@ -148,9 +148,9 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
 def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
     e2e.run(trained, "export", "out", "--to", "kept", environment=nowhere).expect(0)
-    done = on_hub(trained, "export", "out", "--to", "pushed", "--push", "me/mine", environment=nowhere).expect(2)
-    assert "the upload failed" in done.err and "hf upload me/mine pushed" in done.err and SECRET not in done.err
-    assert (trained / "pushed" / "README.md").exists()
+    done = on_hub(trained, "export", "out", "--to", "to push", "--push", "me/mine", environment=nowhere).expect(2)
+    assert "the upload failed" in done.err and "hf upload me/mine 'to push'" in done.err and SECRET not in done.err
+    assert (trained / "to push" / "README.md").exists()
     assert "needs a connection" in e2e.run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
 
 
@@ -169,10 +169,10 @@ def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_
         assert not any(name.startswith(("step-", "metrics", "events", "report", "recipe")) for name in files)
         assert not list((work / "out").glob(".tmp*"))
         hub.status = {"/commit/": [403]}
-        done = on_hub(work, *words, "output_dir=other", environment=environment).expect(2)
+        done = on_hub(work, *words, "output_dir=an other", environment=environment).expect(2)
         assert "the run is finished, and its upload failed" in done.err and SECRET not in done.err
-        assert "roundpipe export other --to other-exported --push me/mine" in done.err
-        assert (work / "other" / "adapter_model.safetensors").exists()
+        assert "roundpipe export 'an other' --to 'an other-exported' --push me/mine" in done.err
+        assert (work / "an other" / "adapter_model.safetensors").exists()
 
 
 def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -11,7 +12,7 @@ import typer
 from roundpipe_cli.choices import OBJECTIVES
 from roundpipe_cli.cli.output import say, say_data, say_json
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.units import either
+from roundpipe_cli.units import counted, either
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.convert_rules import Conversion, Job
@@ -51,7 +52,6 @@ def convert(
     from roundpipe_cli.recipe.shipped import refuse_rows
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
     from roundpipe_cli.regular_files import read_regular
-    from roundpipe_cli.units import counted
 
     refuse_rows(file, "a training file", "a YAML file of axolotl, LLaMA-Factory or TRL")
     refuse_scripts(file)
@@ -87,7 +87,7 @@ def convert(
     if idle := result.without_effect:
         say(f"{counted(len(idle), 'key')} without effect here: {', '.join(idle)}")
     if output is not None:
-        say(f"wrote {output}\nnext: roundpipe plan {output}")
+        say(f"wrote {output}\nnext: roundpipe plan {shlex.quote(str(output))}")
 
 
 def _pack_where_the_model_may(result: Conversion) -> None:

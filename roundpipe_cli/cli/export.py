@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -57,7 +58,7 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
             "the converter to GGUF failed; the merged model is as it was",
             where=str(converter),
             found=redact(" / ".join(said.strip().splitlines()[-3:]))[-500:] or f"exit code {exit_code}",
-            hint=f"by hand: {' '.join(words)}",
+            hint=f"by hand: {shlex.join(words)}",
         )
     target.chmod(shared_mode(0o666))
     return target
@@ -117,7 +118,7 @@ def push(folder: Path, name: str) -> str:
         RefusedError: not logged in, no network, the hub refuses, or a file is a link that leads out of the folder.
     """
     check_upload(folder)
-    hint = f"hf auth login, then: hf upload {name} {folder}"
+    hint = f"hf auth login, then: hf upload {name} {shlex.quote(str(folder))}"
     return _upload(folder, name, Problem("the upload failed; the folder is as it was", f"--push {name}", hint=hint))
 
 
@@ -132,8 +133,8 @@ def push_result(output_dir: Path, name: str) -> str:
 
     from roundpipe_cli.train.result.export import copy_result
 
-    exported = f"{output_dir}-exported"
-    hint = f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}"
+    words = "roundpipe", "export", str(output_dir), "--to", f"{output_dir}-exported", "--push", name
+    hint = f"hf auth login, then: {shlex.join(words)}"
     problem = Problem("the run is finished, and its upload failed", f"hub_model_id: {name}", hint=hint)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output_dir) as folder:
         copy_result(output_dir, Path(folder) / "result", lambda note: None)

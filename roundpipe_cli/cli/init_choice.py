@@ -146,15 +146,14 @@ def ask_and_write(
         load_recipe(path)
     except (typer.Abort, RoundpipeError):
         if missing and sys.stdin.isatty():
-            named = {**answers, "method": method, "objective": objective, "output": str(output or "")}
-            named["columns"] = columns
+            named = dict(answers, method=method, objective=objective, output=str(output or ""), columns=columns)
             given = (f"--{flag} {shlex.quote(value)}" for flag, value in named.items() if value)
             say(f"\nthe answers so far: roundpipe init {' '.join(given)}")
         raise
     say(f"wrote {path}")
     if _is_local_file(data) and not named_path(data).exists():
         say(f"put your rows into {data}: a JSON object a line, with messages, or prompt and completion")
-    say(f"next: roundpipe {'finetune' if choice.plan.question.machine.is_here else 'plan'} {path}")
+    say(f"next: roundpipe {'finetune' if choice.plan.question.machine.is_here else 'plan'} {shlex.quote(str(path))}")
 
 
 def _agree_on_columns(looked: Looked, folder: Path) -> Looked:
@@ -312,7 +311,7 @@ def _about_plan(plan: Plan, why_rows: str, path: Path) -> Iterator[str]:
     yield (
         f"It {'fits' if summary_of(plan).word == 'FITS' else 'is SLOW'}: "
         f"{format_bytes(verdict.device.total_bytes)} of a worker's memory, {format_bytes(verdict.host.total_bytes)} of "
-        f"host memory, {plan.tokens_per_s:,.0f} tokens/s by `roundpipe plan {path}`."
+        f"host memory, {plan.tokens_per_s:,.0f} tokens/s by `roundpipe plan {shlex.quote(str(path))}`."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,12 +90,11 @@ def copy(
 
     source = find_shipped(name)
     target = dest / source.name if dest.is_dir() else dest
-    recipe = load_recipe(source).recipe
-    beside = [one.path for one in recipe.datasets if (source.parent / one.path).is_file()]
+    beside = [one.path for one in load_recipe(source).recipe.datasets if (source.parent / one.path).is_file()]
     for old, new in [(source, target), *((source.parent / path, target.parent / path) for path in beside)]:
         write_new(new, old.read_bytes())
         say(f"wrote {new}")
-    say(f"next: roundpipe plan {target}")
+    say(f"next: roundpipe plan {shlex.quote(str(target))}")
 
 
 @recipes.command("validate")
