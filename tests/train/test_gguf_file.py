@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from roundpipe_cli.cli.app import with_gguf_type
+from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
@@ -88,6 +90,8 @@ def test_a_family_computes_the_same_from_its_file(tmp_path: Path, model_type: st
     byte_pairs().save_pretrained(str(folder))
     path, notes = write_gguf(folder, "bf16")
     assert path.name == GGUF_NAME and not notes
+    planned, of_file = find_architecture("model", folder), find_architecture("model", path)
+    assert replace(of_file, source=planned.source, model_type=planned.model_type) == planned
     whole = load_whole(folder)
     expected, found = logits_of(whole), logits_of(read_by_transformers(folder))
     if model_type == "gemma3_text":
