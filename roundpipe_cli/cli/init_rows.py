@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.choices import EXAMPLES, FIGURES, ROW_KINDS, ExampleName
 from roundpipe_cli.data.columns import columns_text
-from roundpipe_cli.data.encodings import guess_encoding, is_utf8
+from roundpipe_cli.data.encodings import guess_encoding, is_utf8, marked_encoding
 from roundpipe_cli.data.formats import UnknownColumnsError, decide_format
 from roundpipe_cli.data.rows import BadRowError, RawRow, in_chunks, printable
 from roundpipe_cli.data.settings import DatasetSpec
@@ -50,9 +50,8 @@ class Looked:
     @property
     def sample(self) -> list[str]:
         """Lines: the first row as it is, and as it would be read."""
-        row, read = self.row or {}, self.spec.columns
-        rows = [(name, value) for name, value in row.items() if not name.startswith("Unnamed: ")]
-        fields = [(field, row.get(name)) for field, name in read.items()]
+        rows = [(name, value) for name, value in (self.row or {}).items() if not name.startswith("Unnamed: ")]
+        fields = [(field, (self.row or {}).get(name)) for field, name in self.spec.columns.items()]
         width = max(len(printable(name, 30)) for name, _ in (*rows, *fields))
         lines = [f"  {printable(name, 30):{width}}  {printable(str(value), 60)}" for name, value in (*rows, *fields)]
         return ["its first row:", *lines[: len(rows)], "as training would see it:", *lines[len(rows) :]]
@@ -152,11 +151,12 @@ def look_at_rows(data: str, folder: Path, columns: Mapping[str, str] | None = No
 
 
 def _encoding(sources: Sequence[Source]) -> str | None:
-    """The encoding that the first file looks like which is not UTF-8; None: all are."""
+    """The encoding that the first file looks like which is not UTF-8; None: one is and is not ASCII, or all are."""
     from roundpipe_cli.data.files import head_of, known_suffix
 
-    files = [one.file for one in sources[:LOOKED_AT] if one.file and known_suffix(one.file) != ".parquet"]
-    return next(filter(None, (guess_encoding(head_of(file)) for file in files)), None)
+    heads = [head_of(one.file) for one in sources[:LOOKED_AT] if one.file and known_suffix(one.file) != ".parquet"]
+    told = [head for head in heads if (b"\0" in head or not head.isascii()) and not marked_encoding(head)]
+    return guess_encoding(told[0]) if told and all(map(guess_encoding, told[1:])) else None
 
 
 def _example_of(source: Source, read: Sequence[RawRow]) -> ExampleName | None:

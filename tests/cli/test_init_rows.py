@@ -171,6 +171,13 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeyp
     assert known(look_at_rows("rows", tmp_path)) == ("answer", "")
     (folder / "c.jsonl").write_text("\n")
     assert known(look_at_rows("rows", tmp_path)) == ("answer", ""), "a file without rows is left out, as training does"
+    german = '{"prompt": "Wie weit?", "completion": "Die größere Straße."}'
+    (folder / "c.jsonl").write_text(german, encoding="cp1252")
+    assert look_at_rows("rows", tmp_path).spec.encoding == "cp1252", "of the only file that says it"
+    (folder / "utf-8.jsonl").write_text(german, encoding="utf-8")
+    with pytest.raises(RefusedError, match="not valid UTF-8"):  # it was read as cp1252, and trained as `grÃ¶ÃŸere`
+        look_at_rows("rows", tmp_path)
+    (folder / "utf-8.jsonl").unlink()
     (folder / "c.jsonl").write_text(json.dumps({"colour": 3}) + "\n")
     with pytest.raises(RefusedError, match="cannot tell the type"):
         look_at_rows("rows", tmp_path)
