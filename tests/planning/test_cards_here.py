@@ -161,3 +161,13 @@ def test_gaps_that_torch_leaves_are_counted(tmp_path: Path, monkeypatch: pytest.
             found.append((machine.devices[0].memory_bytes < 24564 * MIB, len(said)))
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     assert found == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]
+
+
+def test_where_nvidia_smi_hangs_what_it_said_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up([], None, None, tmp_path, monkeypatch)
+    monkeypatch.setattr(nvidia_smi._run, "__kwdefaults__", {"timeout_s": 0.1})  # of the question for instances
+    for hangs, names in (("-L", ["rtx-4090"]), ("", [])):
+        answer = f"*{hangs}*) exec sleep 60;; *memory*) echo '{FAST.name}, 24564, 4, 8, GPU-1a2b'"
+        (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\ncase $* in {answer};; esac\n")
+        assert [device.name for device in visible_gpus()[0]] == names
+        monkeypatch.setattr(nvidia_smi.ask_nvidia_smi, "__defaults__", (0.1,))
