@@ -34,7 +34,7 @@ FORKING = tuple(f"data/test_data_{name}.py" for name in ("columns", "dataset", "
 """Files that begin first: they fork for each data set, three times as dear once a process has loaded many models."""
 
 LONGEST = (  # files in the order in which they begin next, before those with a test marked `slow`
-    *("reliability/test_reliability.py", "train/test_finetune_resume.py"),
+    *("reliability/test_reliability.py", "train/test_finetune_resume.py", "cli/test_answers.py"),
     *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_guide.py"),
     *("train/test_finetune_result.py", "train/test_export.py", "train/test_adapt.py"),
 )
