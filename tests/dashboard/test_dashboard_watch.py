@@ -251,15 +251,18 @@ def test_the_page_needs_nothing_else(finished: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_run_says_is_no_markup() -> None:
-    events = recorded_run(2, num_done=1)
+    events = [*recorded_run(2), (0.0, Notice("</pre><script>"))]
     report = {
         "predicted": {"step_s": 1.0, "tokens_per_s": 100.0},
         "measured": {"pipeline_s": 2.0, "tokens_per_s": 99.0},
     }
     text = page(events, report, "model: <script>alert(1)</script>")
     assert re.findall(r'class="off">([^<]*)<', text) == ["+100 %"], "what is far off is seen, and nothing else"
-    assert text.index("Loss by step") < text.index("Predicted and measured")
-    assert "<script>" not in text and "&lt;script&gt;" in text
+    assert re.findall(r"<h2>([^<,]*)", text) == [
+        *("Loss", "Evaluations", "Learning rate", "Predicted and measured", "Workers", "Memory in GiB"),
+        *("Recipe", "Messages"),
+    ]
+    assert "<script>" not in text and text.count("&lt;script&gt;") == 2, "of the recipe and of a message"
     assert Parsed(page([], {}, "")).tags.count("svg") == 3, "of nothing too"
 
 
