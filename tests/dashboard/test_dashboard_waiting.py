@@ -146,6 +146,7 @@ def test_causes_sum_to_the_idle_time(num_workers: int) -> None:
 def test_help_says_why_the_worker_that_waited_most_waited() -> None:
     state = fold_all(recorded_run(8))
     whole = [line.plain for line in help_screen(state, 0.0, 60, 99, Theme(), KEYS)[:-1]]
+    assert "…" not in "".join(whole[2:]), "below its head every sentence goes on in the next line"
     num_cut = len("\n".join(line.strip() for line in whole).rstrip().splitlines()) - 14
     for width, height in ((60, 15), (80, 24), (200, 60)):
         lines = help_screen(state, 0.0, width, height, Theme(), KEYS)
