@@ -248,8 +248,9 @@ def test_an_event_with_values_of_other_types_is_none(event: Event, changes: dict
 def test_a_step_with_odd_values_is_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
     row = {"step": 1, "loss": 2.5, "learning_rate": 1e-4, "grad_norm": None, "tokens": 100, "tokens_per_s": 10.0}
     row |= {"step_s": 0.4, "bubble_ratio": 0.1, "utilization": [0.5], "upload_bytes": 1, "device_peak_bytes": 2}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "step": 2, **changes}) + "\n")
-    assert [event.step for _, event in RunFiles(tmp_path).poll()[1] if isinstance(event, StepFinished)] == [1]
+    rows = row, {**row, "step": 2, **changes}, {**row, "step": 3}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert [event.step for _, event in RunFiles(tmp_path).poll()[1] if isinstance(event, StepFinished)] == [1, 3]
 
 
 def test_a_run_file_that_is_a_pipe_does_not_hold_the_watcher(tmp_path: Path) -> None:
