@@ -31,7 +31,7 @@ TIMES = r"(?:\d+m\d\ds|\d+h\d\dm|[\d,.]+ (?:us|ms|s|tok/s|tokens/s|MB/s|GB/s|%)(
 CLOCK = re.compile(
     rf"(?<![\w.,+-])(?:[\d,]+ +)?{TIMES}|(?<=at )\d\d:\d\d|(?<=tokens/s  ).*|(?<=bubble  ).*|(?<=host memory  ).*"
     r"|(?<=busy time  ).*|(?<=whole step  ).*|(?<=backward  ).*"
-    rf"|\"(?:{'|'.join(TIME_KEYS)}|eta_s|seconds)\": (\[.*?\]|[^,}}]*)"
+    rf"|\"(?:{'|'.join(TIME_KEYS)}|eta_s|seconds|loss_hex)\": (\[.*?\]|[^,}}]*)"
 )
 BY_CHANCE = re.compile(
     r"(?m)^(comparing the engine|note: worker \d waited|forward and backward: | +predicted  measured).*\n"
