@@ -21,7 +21,7 @@ from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan, priced
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
-from roundpipe_cli.planning.solve import remedies, solve
+from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.train.run_length import RunLength, length_of
 from tests.cli.test_terminal_text import said
@@ -56,21 +56,8 @@ def covers(stages: list[list[int]], layers: range) -> bool:
     return sorted(layer for first, last in stages for layer in range(first, last + 1)) == list(layers)
 
 
-def test_json_document_has_the_documented_keys(recipe: Path) -> None:
-    answer = make_plan(load(recipe, *AUTO), "2x4090")
-    document = json.loads(json.dumps(plan_document(answer, None)))
-    assert list(document) == [
-        "verdict", "verdict_reasons", "verdict_rests_on", "fits", "reasons", "workers", "machines",
-        "max_seq_length", "sequence_chunks", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
-    ]  # fmt: skip
-    assert list(document["predicted"]) == [
-        "step_s", "arithmetic_s", "launches_s", "waiting_s", "waiting_for_rows_s", "attention_s", "exchange_s",
-        "exchange_bytes_per_step", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes",
-        "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range", "tokens_per_s_range",
-        "range_rests_on", "run_steps", "run_s", "dollars_per_billion_tokens", "dollars_of_run",
-    ]  # fmt: skip
-    assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
-    assert len(document["layers"]) == 32
+def test_parts_of_a_plan_add_up(recipe: Path) -> None:
+    document = plan_document(priced(make_plan(load(recipe, *AUTO), "2x4090"), 3600.0), None)
     assert covers(document["backward_stages"], range(32))
     assert covers(document["forward_stages"], range(document["backward_stages"][0][0]))
     predicted = document["predicted"]
@@ -78,11 +65,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     assert 0 <= predicted["bubble_ratio"] < 1
     parts = [predicted[f"{part}_s"] for part in ("arithmetic", "launches", "waiting")]
     assert predicted["step_s"] == pytest.approx(sum(parts)) and min(parts) >= 0
-    solved = plan_document(answer, solve(answer))["solve"]
-    assert list(solved) == ["max_seq_length", "longest_in_memory", "micro_batch_size", "changes"]
-    assert solved["longest_in_memory"][0]["change"] == "" and solved["longest_in_memory"][0]["tokens"] > 8192
-    assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
-    assert solved["micro_batch_size"] > 8
+    assert predicted["run_s"] == pytest.approx(predicted["dollars_of_run"]), "by a usual step, of short rows"
 
 
 def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None:
@@ -142,33 +125,6 @@ def test_check_exits_with_5_where_it_does_not_fit(recipe: Path) -> None:
     assert [change["overrides"] for change in document["solve"]["changes"]] == [["method=lora"], []]
 
 
-def test_words_begin_with_the_verdict(recipe: Path) -> None:
-    answer = make_plan(load(recipe), "2x4090")
-    assert answer.cut.forward_stages == ((0, 10), (11, 20), (21, 30)), "given"
-    lines = plan_text(answer, None)
-    assert lines[0].startswith("FITS: HuggingFaceTB/SmolLM2-135M-Instruct (135M parameters), lora")
-    assert lines[1] == "  on 2x4090: as --hardware says"
-    assert lines[2].startswith("  GPU memory ") and "of 24 GiB each" in lines[2]
-    assert lines[3].startswith("  host memory ") and "ASSUMED" in lines[3]
-    assert lines[4].startswith("  a step ") and lines[5].startswith("  of which        arithmetic ")
-    assert lines[6].startswith("  tokens/s ")
-    assert "for 3 steps (10 rows of about 2 tokens), each 7 tokens in 3 microbatches" in lines[7]
-    predicted = plan_document(priced(answer, 3600.0), None)["predicted"]
-    assert predicted["run_s"] == pytest.approx(predicted["dollars_of_run"]), "by a usual step, of short rows"
-    text = "\n".join(lines)
-    for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
-        assert heading in text
-    full = load(recipe, "model=Qwen/Qwen3-32B", "method=full", *AUTO)  # frozen weights could stay on the disk
-    short_of = make_plan(full, "2x4090,host_memory_gib=32")
-    no = plan_text(short_of, None, found=remedies(short_of))
-    assert no[0].startswith("DOES NOT FIT: ")
-    assert no[1].startswith("  host memory: needs ") and no[1].endswith("too little")
-    assert any(line.startswith("  shipped recipe  ") for line in no)
-    assert any(line.endswith("if it did fit") for line in no) and any("(given)" in line for line in no)
-    for short in (plan_text(answer, None, details=False), plan_text(make_plan(full), None, details=False)):
-        assert len(list(wrapped(short, 80))) < 24 and "`-v` shows" in short[-1]
-
-
 def test_time_to_finish_counts_rows_or_steps(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = length_of(load(recipe, "max_steps=7"))
     assert (most.steps, most.why, most.is_packed, most.num_sequences) == (7, "max_steps", False, 10)
@@ -220,6 +176,7 @@ def test_without_gpus_the_machine_is_said(recipe: Path, monkeypatch: pytest.Monk
     assert any("`finetune` needs pipeline.devices=[cpu,cpu]" in note for note in large.hardware.notes)
     slow = plan_text(make_plan(load(recipe, "model=Qwen/Qwen3-8B", *AUTO)), None, details=False)
     assert slow[0].startswith(("SLOW: ", "DOES NOT FIT: ")) and any("--hardware 1x4090" in line for line in slow)
+    assert len(list(wrapped(slow, 80))) < 24
     check_fits(ask(load(recipe, "model=Qwen/Qwen3-235B-A22B"), here=True))  # that there is no GPU is another refusal
     three = ask(load(recipe, "pipeline.devices=[cpu, cpu, cpu]"))
     assert len(three.hardware.devices) == 3
