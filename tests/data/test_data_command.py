@@ -42,20 +42,6 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_report_names_every_row_that_is_lost_or_cut(here: Path) -> None:
-    out, _ = said("data", "recipe.yaml")
-    assert "rows    5 rows read, 1 bad, 2 cut, 1 without a trained token, 3 kept" in out
-    assert "bad: 1: rows.jsonl:3" in out
-    assert "cut: 2: rows.jsonl:2, rows.jsonl:4" in out
-    assert "dropped, no trained token: 1: rows.jsonl:2" in out
-    assert "packing 3 rows in 2 sequences of 128 tokens" in out
-    assert "note: rows.jsonl: read as type prompt_completion" in out
-    assert "longest row: rows.jsonl:4, 128 tokens" in out
-    assert "<s>[user] Say one</s>[assistant] [[1</s>]]" in out
-    assert "\x1b" not in out and "Say \\x1b[31mtwo" in out, "no row steers the terminal"
-    assert not (here / "out").exists()
-
-
 def test_lengths_of_few_rows_have_a_bar_too(here: Path) -> None:
     write_rows(here / "many.jsonl", [*[ROWS[0]] * 99, ROWS[3]])
     out, _ = said("data", "recipe.yaml", "datasets[0].path=many.jsonl")
@@ -81,26 +67,10 @@ def test_json_has_everything(here: Path) -> None:
     assert [label for label in first["labels"] if label != -100] == first["input_ids"][-2:]
     assert document["sources"][0]["bad_rows"][0]["row"] == 3
     assert document["sources_from_cache"] in (0, 1)
+    assert not (here / "out").exists()
     again = json.loads(said("data", "recipe.yaml", "--json")[0])
     assert again["sources_from_cache"] == 1
     assert {**again, "sources_from_cache": 0} == {**document, "sources_from_cache": 0}
-
-
-@pytest.mark.parametrize(
-    ("objective", "row", "expected"),
-    [
-        ("kto", {"completion": "1", "label": True}, {None}),
-        ("kto", {"completion": "1", "label": False}, {"unwanted"}),
-        ("dpo", {"chosen": "1", "rejected": "2"}, {"chosen", "rejected"}),
-    ],
-)
-def test_a_sample_says_which_answer_it_is(here: Path, objective: str, row: dict[str, Any], expected: set[Any]) -> None:
-    name = f"{objective}-{row.get('label')}.jsonl"
-    write_rows(here / name, [{"prompt": f"Say {n}", **row} for n in range(3)])
-    words = ("data", "recipe.yaml", f"objective={objective}", "packing=false", f"datasets[0].path={name}")
-    samples = json.loads(said(*words, "--json")[0])["samples"]
-    assert {sample["answer"] for sample in samples} == expected
-    assert all(f"row, {word}" in said(*words)[0] for word in expected if word)
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -108,7 +78,7 @@ def test_trained_tokens_are_green_on_a_terminal(folder: Path, no_color: bool) ->
     text = on_a_terminal(folder, 100, "data", "recipe.yaml", **({"NO_COLOR": "1"} if no_color else {}))
     assert ("\x1b[32m1</s>\x1b[0m" in text) is not no_color
     assert ("[[1</s>]]" in text) is no_color
-    assert "\x1b[31mtwo" not in text
+    assert "\x1b[31mtwo" not in text and "Say \\x1b[31mtwo" in text, "no row steers the terminal"
 
 
 @settings(max_examples=100, deadline=None)

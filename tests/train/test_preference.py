@@ -337,4 +337,3 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
             assert sample[name] == values[place, : len(sample["labels"])].tolist()
         trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
         assert trained.startswith("yes" if sample["answer"] == "chosen" else "never")
-    assert "first row, rejected" in run(folder, "data", "recipe.yaml").expect(0).out
