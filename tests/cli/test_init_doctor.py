@@ -53,26 +53,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_init_by_flags(here: Path) -> None:
-    words = ["--model", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "--data", "my rows.jsonl"]
-    words += ["--hardware", "2x3090,host_memory_gib=64", "--output", "mine.yaml"]
-    out, err = said("init", *words)
-    assert out == "" and "next: roundpipe plan mine.yaml" in err
-    loaded = load_recipe(here / "mine.yaml")
-    recipe = loaded.recipe
-    assert (recipe.model, recipe.method, recipe.datasets[0].path) == (words[1], "lora", "my rows.jsonl")
-    assert recipe.hardware == "2x3090,host_memory_gib=64" and loaded.notices == ()
-    assert recipe.micro_batch_tokens == "auto" and recipe.rows_per_step == 16  # as in the shipped recipes
-    plan = make_plan(loaded)
-    tokens = plan.question.loaded.recipe.token_budget
-    assert plan.verdict.fits and plan.question.num_workers == 2
-    header = (here / "mine.yaml").read_text().split("\n\n")[0]
-    for reason in ("method lora: ", "max_seq_length 2048: ", f"micro_batch_tokens={tokens}: fastest", "It fits: "):
-        assert f"# {reason}" in header, "what `auto` is there"
-    before = (here / "mine.yaml").read_bytes()
-    assert "not overwritten" in said("init", *words, code=2)[1] and (here / "mine.yaml").read_bytes() == before
-
-
 def test_init_takes_any_name_for_its_file_and_refuses_data_that_no_recipe_can_hold(here: Path) -> None:
     """Story: bytes that are no UTF-8 were a bug of roundpipe; a line break became a space in the recipe, or a key."""
     for name in (os.fsdecode(b"caf\xe9"), "a\nmax_steps: 7 #", "a\x1b"):
