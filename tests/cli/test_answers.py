@@ -27,7 +27,7 @@ ANSWERS = REPOSITORY / "tests" / "golden" / "answers"
 COMMAND = re.compile(r"^\$ (roundpipe|cat) (.*)   \[\d+\]$", re.MULTILINE)
 OWN_PROCESS = ("finetune", "score", "generate", "export", "eval")
 """Commands that compute with torch: in a process of their own, as others are after them."""
-TIMES = r"(?:\d+m\d\ds|\d+h\d\dm|[\d,.]+ (?:us|ms|s|tok/s|tokens/s|MB/s|GB/s|%)(?!\w)|[\d.]+%)"
+TIMES = r"(?:\d+m\d\ds|\d+h\d\dm|[\d,.]+ (?:us|ms|s|tok/s|tokens/s|MB/s|GB/s|%)(?!\w|, each row)|[\d.]+%)"
 CLOCK = re.compile(
     rf"(?<![\w.,+-])(?:[\d,]+ +)?{TIMES}|(?<=at )\d\d:\d\d|(?<=tokens/s  ).*|(?<=bubble  ).*|(?<=host memory  ).*"
     r"|(?<=busy time  ).*|(?<=whole step  ).*|(?<=backward  ).*"

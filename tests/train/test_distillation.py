@@ -147,7 +147,7 @@ def test_any_workers_and_a_kill_train_the_same_bits(scored: Path, words: tuple[s
 
 
 def test_evaluations_say_cross_entropy_and_divergence(scored: Path) -> None:
-    """The first is that of a run on labels alone; rows without scores are evaluated by it alone, and `data` tells."""
+    """The first is that of a run on labels alone."""
     words = ("max_steps=2", "learning_rate=1e-30", "eval_datasets=[{path: rows.jsonl}]")
     done = finetune(scored, *words, "output_dir=taught").expect(0)
     labels = finetune(scored, *words, "objective=sft", "output_dir=labels").expect(0)
@@ -160,11 +160,6 @@ def test_evaluations_say_cross_entropy_and_divergence(scored: Path) -> None:
     assert row["kl"] > 0 and re.search(r"perplexity \S+  kl \d", done.out + done.err)
     assert re.search(r"step 1/2 .* loss \S+  kl \S+  grad", done.out) and "(cross entropy alone)" in done.err
     assert "cross entropy alone" not in labels.err
-    shown = run(scored, "data", "recipe.yaml", "--json").expect(0)
-    assert any("5 tokens at each place" in note for note in json.loads(shown.out)["notices"])
-    write_rows(scored / "others.jsonl", 12)
-    done = finetune(scored, "max_steps=1", "eval_datasets=[{path: others.jsonl}]", "output_dir=alone").expect(0)
-    assert "cross entropy alone, as the teacher has no scores of 2 rows" in done.err
 
 
 def test_a_resume_takes_scores_elsewhere_and_refuses_others(scored: Path) -> None:

@@ -43,7 +43,6 @@ from tests.support.e2e import (
     edit_json,
     finetune,
     forked,
-    fresh,
     launch,
     make_model,
     make_tokenizer,
@@ -97,13 +96,6 @@ def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(trained / "merged")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(trained / "out").chat_template
-
-
-def test_a_base_that_is_not_there_is_refused_at_once(trained: Path) -> None:
-    """Before torch is loaded, which takes seconds."""
-    for words in (("export", "out", "--merge"), ("generate", "out", "hello")):
-        done = fresh(trained, *words, "--base", "mistyped", "--offline").expect(2)
-        assert "not to be found" in done.err and "loading" not in done.err
 
 
 def test_weights_are_rounded_once(tmp_path: Path) -> None:
@@ -295,14 +287,7 @@ def test_the_settings_of_a_gguf_base(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    cases = [
-        (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
-        (("out", "--dtype", "float32"), "--dtype is for whole weights"),
-    ]
-    for words, text in cases:
-        assert text in run(trained, "export", *words).expect(2).err
-        assert not (trained / "out" / "merged").exists()
+    assert "--dtype is for whole weights" in run(trained, "export", "out", "--dtype", "float32").expect(2).err
     narrow = str(make_model(tmp_path / "narrow", hidden_size=32))
     done = run(trained, "export", "out", "--merge", "--base", narrow, "--allow-other-base").expect(2)
     assert "does not fit the base model" in done.err and not (trained / "out" / "merged").exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.costs.block_work import lora_params
 from roundpipe_cli.costs.models import parse_config
@@ -41,7 +41,6 @@ from tests.support.e2e import (
     numbers,
     run,
     tree,
-    write_rows,
 )
 from tests.support.os_calls import mounted
 from tests.support.tiny import logits_of, plain_copy
@@ -173,24 +172,6 @@ def test_the_full_model_is_the_trained_one(runs: Runs) -> None:
     assert weights.keys() == masters.keys()
     assert all(torch.equal(weights[name], master.bfloat16()) for name, master in masters.items())
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-
-
-def test_packing_and_mixing_are_told_and_a_template_of_the_recipe_saved_with_the_result(folder: Path) -> None:
-    """How rows are packed and mixed: tests/data."""
-    for name in ("rows", "more"):
-        write_rows(folder / f"{name}.jsonl", 24)
-    mixed = "datasets=[{path: rows.jsonl, weight: 3}, {path: more.jsonl, weight: 1}]"
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    (folder / "mine.jinja").write_text(template)
-    words = ("max_seq_length=128", "packing=true", "chat_template=mine.jinja", "max_steps=1", "check_longest_rows=true")
-    done = finetune(folder, mixed, *words).expect(0)
-    assert "mixed by weight: an epoch has 36 rows of rows.jsonl (75 %, each row 1.50 times)" in done.err
-    assert "packing: 48 rows in" in done.err and "% full" in done.err
-    assert "no step is tried before the first one, since packed sequences" in done.err
-    assert AutoTokenizer.from_pretrained(str(folder / "out")).chat_template == template
 
 
 def test_the_balancing_loss_is_trained_not_evaluated_and_resumes_to_the_bit(tmp_path: Path) -> None:

@@ -288,12 +288,6 @@ def test_rows_are_read_as_the_recipe_says_for_their_place(trained: Path) -> None
     assert "--base is the base model of a result" in done.err
 
 
-def test_a_folder_of_scores_is_no_run(trained: Path) -> None:
-    found = json.loads(run(trained, "runs", "--json").expect(0).out)["runs"]
-    assert (trained / "scores" / ".roundpipe.lock").exists() and "out" in {one["folder"] for one in found}
-    assert not [one["folder"] for one in found if "steps" not in one or "scores" in one["folder"]]
-
-
 def test_weights_of_rows_count_as_in_an_evaluation(trained: Path) -> None:
     rows = [json.loads(line) for line in (trained / "held.jsonl").read_text().splitlines()[:6]]
     weighted = [{**row, "weight": 0.5 + number} for number, row in enumerate(rows)]
