@@ -88,6 +88,7 @@ def test_csv_rows_with_line_breaks_quotes_and_faults(tmp_path: Path) -> None:
         (2, "one\ntwo"), (5, "the row does not fit the header"), (6, '4"'),
     ]  # fmt: skip
     assert summary(read(write(tmp_path / "x.tsv", "a\tb\n1\t2\n"))) == [(2, "1")]
+    assert summary(read(write(tmp_path / "y.csv", b"a;b\n1;2\n\xff;3\n"))) == [(2, "1"), (3, "\udcff")]
     long_field = "word " * 100_000
     assert read(write(tmp_path / "long.csv", f"a,b\n{long_field},1\n"))[0].columns["a"] == long_field
 
