@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,14 +131,15 @@ def test_processors_get_a_number_that_does_not_depend_on_theirs() -> None:
 
 
 def test_a_run_takes_the_number_and_the_most_of_several_machines() -> None:
-    loaded, told = recipe("Qwen/Qwen3-8B", "max_seq_length=65536"), list[str]()
-    asked = ask(loaded, "1x3060,host_memory_gib=128")
+    words, told = ("Qwen/Qwen3-8B", "max_seq_length=65536"), list[str]()
+    asked = ask(recipe(*words), "1x3060,host_memory_gib=128")
 
     def tell(event: object) -> None:
         told.append(str(getattr(event, "text", "")))
 
-    for others, count in ((2, chunks(asked)), (64, 64)):
-        decided = _with_microbatches(loaded, tell, lambda number, others=others: min(number, -others), asked).recipe
+    cases = ((2, chunks(asked), ()), (64, 64, ()), (64, 64, ["micro_batch_tokens=null"]))
+    for others, count, given in (*cases, (64, 8, ["pipeline.sequence_chunks=8"])):
+        decided = _with_microbatches(recipe(*words, *given), tell, partial(min, -others), asked).recipe
         assert decided.pipeline.sequence_chunks == count and decided.micro_batch_tokens is None
     assert told[0].startswith(f"pipeline.sequence_chunks={chunks(asked)}: fastest on 1x3060")
 
