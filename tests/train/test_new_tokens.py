@@ -207,8 +207,9 @@ def test_an_adapter_with_such_rows_is_trained_further(trained: tuple[Path, Outco
     whole = PeftModel.from_pretrained(model, str(folder / "out"), is_trainable=True)
     microbatches, loss = one_step(setup)
     assert loss == pytest.approx(plain_step(whole, microbatches), rel=1e-6)
-    for other in ("[]", "[<w1>]"):
-        with pytest.raises(RefusedError, match="was trained with other new tokens"):
+    for other, found in (("[]", "0 tokens: none"), ("[<w1>]", "1 tokens: <w1>")):
+        told = f"was trained with other new tokens\n  found: {found}\n  expected: {len(WORDS)} tokens, as in {folder}"
+        with pytest.raises(RefusedError, match=told):
             setup_of(folder, *start, f"add_tokens={other}", output="further")
 
 
