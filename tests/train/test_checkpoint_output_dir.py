@@ -290,6 +290,8 @@ def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
             for step in range(1000):
                 file.add({"step": step, "loss": 1.5})
         assert caught.value.exit_code == 5 and "metrics.jsonl" in str(caught.value) and "--resume" in str(caught.value)
+    with MetricsFile(Path("/dev/null")) as file, pytest.raises(ResourceError, match=r"could not write(.|\n)*--resume"):
+        file.sync()  # which this device cannot
 
 
 @pytest.mark.parametrize(
