@@ -246,6 +246,11 @@ def test_bench_compares_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert stays[1].startswith("1f1b: weight cache (auto): all of ")
     stages = [(one.holds_all, one.predicted.schedule.backward_stages) for one in found.schedules]
     assert stages == [(True, ((0, 3),)), (False, ((2, 3), (0, 1)))]
+    said.clear()
+    loaded = load_recipe("recipe.yaml", (ON_CARDS, "pipeline.weight_cache=4096"))
+    with simulated():
+        (given,) = compare_for_real(loaded, ("1f1b",), repetitions=1, tell=told.append, say=said.append).schedules
+    assert given.cache_bytes == 4096 and not any("weight cache" in text for text in said), "nothing was chosen"
 
 
 def test_links_that_cannot_be_measured_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
