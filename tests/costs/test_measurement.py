@@ -35,6 +35,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe, load_text
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train import measure
 from roundpipe_cli.train.measure import CURVES
 from tests.cli.test_terminal_text import said
@@ -295,7 +296,8 @@ def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"products": ((8, 16, 16), (16, 16, 32)), "attention": ((2, 8, 16),), "memory": ((256,), (1024,))}
     small |= {"narrow_products": small["products"], "unpacking": ((16, 64),)}
     monkeypatch.setattr(measure, "CURVES", {name: (small[name], *one[1:]) for name, one in CURVES.items()})
-    for name, value in {"EACH_S": 1e-4, "LAUNCHING_S": 0.05, "LINK_BYTES": 2**16, "UPDATED": 2**12}.items():
+    sizes = {"LINK_BYTES": 2**16, "UPDATED": 2**12, "BLOCKS": 1, "VOCABULARY": 64}
+    for name, value in {"EACH_S": 1e-4, "LAUNCHING_S": 0.05, **sizes}.items():
         monkeypatch.setattr(measure, name, value)
     figures: dict[str, Any] = {}
     with simulated(0):
@@ -305,6 +307,12 @@ def test_simulated_cards_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [first.device, second.device] == ["Simulated 90", "Simulated 75"] and first.slowdown == 1.0
     assert {*first.narrow_products} == {"float16"} and len(first.products["float16"]) == 2
     assert "bfloat16" not in second.products, "the second card has none"
+    runs = list[Recipe]()
+    monkeypatch.setattr(measure, "step_s_of_run", lambda loaded: runs.append(loaded.recipe) or 3.0)  # it takes seconds
+    with simulated(0):
+        factors = [one["slowdown"] for one in measure.add_part("small_run", ["cuda:0", "cuda:1"], figures)["workers"]]
+    assert factors[0] == factors[1] > 0, "of all workers together"
+    assert [(one.pipeline.devices, one.gradient_accumulation_steps) for one in runs] == [(("cuda:0", "cuda:1"), 8)]
     for library, forms in ((None, {"fp8", "mxfp4", "fp8_blocks"}), (torch, {*PACKED_FORMATS})):
         monkeypatch.setattr(measure, "import_bitsandbytes", lambda: library)  # noqa: B023
         assert {*measure._names("unpacking", torch.device("cpu"))} == forms
