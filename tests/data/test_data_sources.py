@@ -250,6 +250,7 @@ def test_a_text_in_any_encoding_is_read_as_it_was_written(tmp_path: Path, encodi
         ("What is 2+2?,4\nWhat is 3+3?,6\n", ["column 1", "column 2"]),
         ("Was, bitte, ist ein Lock?;Eine Datei, die sperrt.\nUnd nun?;Ja, gut.\n", ["column 1", "column 2"]),
         ("1,Wie geht es dir heute so?,Es geht mir gut.\n", ["column 1", "column 2", "column 3"]),
+        ("Which is it?,A\nAnd what is it not?,R\n", ["column 1", "column 2"]),
         *(("Frage,Antwort\nWie?,So.\n", ["Frage", "Antwort"]), ("q,a\nWie?,So.\n", ["q", "a"])),
         ("Frage des Kunden,Unsere Antwort\nWie?,So.\n", ["Frage des Kunden", "Unsere Antwort"]),
         ("Zeitstempel,Was möchtest du von uns wissen?,Antwort\n1.1.,Wie?,So.\n", None),
