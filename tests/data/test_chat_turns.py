@@ -68,6 +68,10 @@ GLM4 = (
 )
 # DeepSeek V3's: arguments that are joined to text.
 JOINS = CALLS.replace("c.function.arguments | tojson", "c.function.arguments")
+# One that passes over arguments that are no text.
+ONLY_TEXT = JOINS.replace(
+    "+ c.function.arguments", "+ (c.function.arguments if c.function.arguments is string else '')"
+)
 # Mistral v3's: ids of nine letters, in the JSON of the call.
 IDS = (
     "{%- for m in messages %}{%- if m.tool_calls %}"
@@ -164,7 +168,7 @@ def test_calls_that_a_template_leaves_out_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [True, False, None, 1, 0.5, "x", "", [1, "y"], {"c": {"d": False}}, {}])
 def test_arguments_of_every_kind_are_found(value: object) -> None:
-    for template in (CALLS, QWEN3, JOINS):
+    for template in (CALLS, QWEN3, JOINS, ONLY_TEXT):
         assert "[[" in shown(template, [ASKED, said("", {"a": value}), output("3"), DONE])
 
 
