@@ -44,6 +44,7 @@ from roundpipe_cli.events import (
     RunStopped,
     Span,
     StepTimeline,
+    WorkSeen,
 )
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -295,13 +296,18 @@ def test_a_measured_step_takes_the_place_of_what_was_seen_of_it() -> None:
     live = fold_all(events)
     assert live.workers[0].running is not None or live.workers[1].running is not None
     spans = tuple(span_of(item, fused_head=False) for item in recorded_step(2).intervals)
-    assert live.timeline is not None
+    assert live.timeline is not None and live.step is not None
     start_s = live.seen_s - 0.6 * max(span.end_s for span in spans)
     after = fold(live, StepTimeline(3, start_s, spans), live.seen_s + 3)
     for index, worker in enumerate(after.workers):
         mine = [span for span in worker.spans if span.start_s >= start_s - 1e-6]
         assert len(mine) == sum(span.worker == index for span in spans)
         assert worker.running is None
+    begin_s = live.seen_s + 1000  # of the step after an evaluation or a pause: what was before it is moved up to it
+    for event in (StepTimeline(3, begin_s, spans), WorkSeen(begin_s, 3, (), ())):
+        workers = fold(live, event, begin_s).workers
+        before_s = [span.end_s for worker in workers for span in worker.spans if span.start_s < begin_s - 1e-6]
+        assert max(before_s, default=0.0) == pytest.approx(begin_s - window_s(live.step.step_s) / 4, abs=0.02)
 
 
 @pytest.mark.parametrize("width", range(12, 40))
