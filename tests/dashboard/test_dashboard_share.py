@@ -3,20 +3,24 @@ browser draws them: nothing clipped, enough contrast, narrow and wide, light and
 
 from __future__ import annotations
 
+import time
 import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.cli import follow
 from roundpipe_cli.cli.follow import DEMO_RECIPE, recipe_and_overrides
 from roundpipe_cli.cli.watch import watch
 from roundpipe_cli.dashboard.demo import demo_events, shared_picture
 from roundpipe_cli.dashboard.html import STEPS, Series, curves, page
+from roundpipe_cli.dashboard.live import LiveDashboard
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Span
-from roundpipe_cli.schedule.timeline import bubble_ratio
+from roundpipe_cli.events import Event, Span, StepFinished
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.timeline import COMPUTE, Interval, Timeline, bubble_ratio
 from scripts import page_check
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
 
@@ -90,6 +94,26 @@ def test_demo_plans_a_recipe_and_writes_its_picture(tmp_path: Path, capsys: pyte
     watch(small, demo="1x4090")  # no terminal: one line
     out = capsys.readouterr().out
     assert "on 1x4090: " in out and "% busy\n  simulated by roundpipe, not measured" in out
+
+
+@pytest.mark.parametrize("step_s", [0.02, 70.0])
+def test_a_demo_shows_long_and_short_steps_at_a_pace_to_be_seen(step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Timeline(1, (Interval(0, COMPUTE, Kind.FORWARD, 0, 0, 0.0, step_s),))
+    run, shown_s, early = replace(simulated_run(1), timeline=step), 0.1, list[tuple[int, bool]]()
+
+    class Watched(LiveDashboard):
+        def tell(self, event: Event) -> None:
+            if isinstance(event, StepFinished):  # the first one is over when the demo begins
+                shown_steps = 1 + (time.monotonic() - began_s) / shown_s, (self._clock() - START_S) / step_s
+                early.append((event.step, min(shown_steps) < event.step - 1e-3))
+
+    for name in ("LEAST_SHOWN_S", "MOST_SHOWN_S"):
+        monkeypatch.setattr(follow, name, shown_s)
+    monkeypatch.setattr(follow, "DEMO_S", 2 * shown_s)
+    monkeypatch.setattr(follow, "LiveDashboard", Watched)
+    began_s = time.monotonic()
+    follow._play(run, START_S)
+    assert early == [(2, False), (3, False)]
 
 
 # --- as a browser draws them, and as readers see them ---------------------------------------------------------------
