@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,7 +171,7 @@ def test_a_step_whose_updates_have_begun_is_not_computed_again(finetune: Finetun
 def test_a_restart_goes_on_without_the_lost_device(finetune: Finetune, tmp_path: Path) -> None:
     """A process that loses its device, a hanging one too, becomes another one, as often as it may, and every step has
     one row. What the next device loses where that one did is a bug; what was saved goes on to the same bits."""
-    words = ("recipe.yaml", THREE, *CUT, "output_dir=lost", "on_device_loss=stop")
+    words = ("recipe.yaml", THREE, *CUT, "output_dir=lost", "save_steps=1", "on_device_loss=stop")
     last = "compute:raise=DeviceFault:step=2:nth=5"  # of two forward and three backward operations
     lost = {faults.ENVIRONMENT_VARIABLE: f"compute:hang:step=2:worker=2:nth=1,{last}"}
     command = ("finetune", "--restarts=2", "--", *words)  # behind the dashes no word is an option
@@ -180,7 +181,10 @@ def test_a_restart_goes_on_without_the_lost_device(finetune: Finetune, tmp_path:
     assert "the run cannot go on: on_device_loss: stop" in done.err
     assert done.err.count("starting again on cpu, cpu; 1 more restart") == done.err.count("starting again") == 1
     assert "the same was lost on another device" in done.err
-    run(tmp_path / "work", "finetune", *words, "--resume", environment={faults.ENVIRONMENT_VARIABLE: ""}).expect(0)
+    lost = {faults.ENVIRONMENT_VARIABLE: "compute:raise=DeviceFault:step=3:worker=2:nth=1"}
+    back = "--resume", "--restarts=1", "resume_from_checkpoint=lost/step-00000002"
+    done = run(tmp_path / "work", "finetune", *words, *back, environment=lost).expect(0)
+    assert re.findall(r"resuming after step (\d)", done.err) == ["2", "3"], "from the newest, wherever it began"
     assert bits("lost") == bits_of_whole(finetune)
 
 
