@@ -21,6 +21,7 @@ from roundpipe_cli.cli.checks import Check, version_check
 from roundpipe_cli.cli.doctor import check_lines, doctor
 from roundpipe_cli.cli.init_choice import choose_settings, recipe_text
 from roundpipe_cli.cli.recipes import write_new
+from roundpipe_cli.costs import nvidia_smi
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.engine import link_speed
@@ -32,7 +33,7 @@ from roundpipe_cli.files import shared_mode
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.reach import reach_of
+from roundpipe_cli.planning.reach import NOT_ON_CPU, reach_of
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_recipe
 from tests.cli.test_terminal_text import on_a_terminal, said
@@ -207,6 +208,11 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checks, "trainable_checks", lambda: ())  # takes longest
     named = [check.name for check in checks.all_checks(offline=True)]
     assert {"memory copy", "update", "hub"} <= set(named), "a note ends nothing"
+    ask, silent = nvidia_smi.ask_nvidia_smi, "nvidia-smi does not answer: "
+    for program, found in (("sh\necho No; exit 9", "nvidia-smi: No"), ("none", silent), ("sh\nexec sleep 60", silent)):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/{program}\n")
+        assert checks._driver()[1].found.startswith(found)
+        monkeypatch.setattr(nvidia_smi, "ask_nvidia_smi", lambda fields, timeout_s: ask(fields, timeout_s / 100))
 
 
 @functools.cache
@@ -221,16 +227,18 @@ def one_model_each(hardware: str) -> list[Any]:
 
 def test_the_largest_models_of_a_machine() -> None:
     """`doctor` said that training can run, and not what: the three largest models, what limits them, how to fix it."""
-    for hardware, method, largest, limit in (
-        ("8x4090,host_memory_gib=96", "LoRA", "gpt-oss-120b", "host memory"),
-        ("8x4090,host_memory_gib=256", "full", "gemma-3-12b-pt", "host memory"),
-        ("1x4060ti-16gb,host_memory_gib=32", "LoRA", "Qwen3.5-35B-A3B", "host memory"),
-        ("1xcustom:memory_gib=2:acc32_tflops=20,host_memory_gib=512", "LoRA", "", "memory of"),
+    for hardware, method, largest, limit, remedy in (
+        ("8x4090,host_memory_gib=96", "LoRA", "gpt-oss-120b", "host memory", "weights: mmap"),
+        ("8x4090,host_memory_gib=256", "full", "gemma-3-12b-pt", "host memory", "method: lora"),
+        ("1x4060ti-16gb,host_memory_gib=32", "LoRA", "Qwen3.5-35B-A3B", "host memory", "weights: mmap"),
+        ("1xcustom:memory_gib=2:acc32_tflops=20,host_memory_gib=512", "LoRA", "", "memory of", "a shorter"),
+        ("8x4090,host_memory_gib=96,disk_free_gib=1", "full", "", "disk", "output_dir on another disk"),
     ):
         (found,) = (reach for reach in reaches(hardware) if reach.method == method)
         assert not largest or (len(found.models), found.models[0].rpartition("/")[2]) == (3, largest)
         assert found.reason is not None and found.reason.startswith(limit) and "too little" in found.reason
-        assert checks.remedy(found)
+        assert checks.remedy(found).startswith(remedy)
+    assert checks.remedy(replace(found, reason=NOT_ON_CPU)).startswith("a GPU")
 
 
 @pytest.mark.parametrize(
