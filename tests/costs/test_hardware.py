@@ -83,6 +83,9 @@ def test_given_figures_replace_the_catalogues() -> None:
     assert device.link_bytes_per_s == pytest.approx(25e9 / 4)
     assert (machine.host_memory_bytes, machine.disk_free_bytes, machine.accumulate) == (192 * GIB, 0, "fp16")
     assert any("given: 192 GiB" in note for note in machine.notes)
+    for given in (",host_memory_gib", ",host_memory_gb_per_s", ",disk_gb_per_s", ":pcie_gb_per_s"):
+        left = parse_hardware(f"4090{given}=9").assumed
+        assert parse_hardware("4090").assumed.keys() - left == {given[1:]}, "no other figure is taken for given"
     custom = parse_hardware("2xcustom:memory_gib=20:acc32_tflops=80:pcie_gb_per_s=11").devices[1]
     assert (custom.memory_bytes, custom.fp32_accumulate_flops_per_s) == (20 * GIB, 80e12)
     assert custom.link_bytes_per_s == 11e9
