@@ -13,12 +13,15 @@ from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
+from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
+from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import configuration, tiny
-from scripts.plan_ledger import CASES, TOLERANCE, compare, shipped_models
+from scripts.plan_ledger import CAPABILITY, CASES, TOLERANCE, Compared, compare, shipped_models
 from tests.support.covering import swept
-from tests.support.every_type import GATED_DELTA
+from tests.support.every_type import GATED_DELTA, tiny_config_of
+from tests.support.launches import block_launches
 from tests.support.versions import at_least
 
 FAMILIES = {
@@ -40,6 +43,16 @@ def test_a_blocks_counts_are_the_ledgers(model_type: str, method: str, in_4bit: 
     assert TOLERANCE == 0.03
     found = compare(FAMILIES[model_type], method, in_4bit, TOKENS)
     assert found and [one.off() for one in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "qwen2"])
+def test_counts_of_types_that_no_recipe_trains_are_the_ledgers(model_type: str) -> None:
+    config = tiny_config_of(model_type)
+    skeleton, settings = build_skeleton(config, torch.bfloat16), TrainingSettings(64, method="full")
+    split, architecture = split_model(skeleton), parse_config(config.to_dict(), name=model_type, source="tiny")
+    found = block_launches(skeleton, split, 64, CAPABILITY, find_fused_ops(skeleton, split))
+    works = [block_work(architecture, architecture.blocks[one.blocks[0]], settings) for one in found]
+    assert found and [Compared(0, *both).off() for both in zip(works, found, strict=True)] == [[]] * len(found)
 
 
 def test_a_gated_delta_rule_is_planned_as_attention_of_as_many_weights() -> None:
