@@ -217,11 +217,11 @@ def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.Mo
     assert "faults.py" in (caught.value.problems[0].found or "")
 
 
-def test_a_row_of_many_megabytes_is_a_bad_row(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [ROW, {"prompt": "x" * (17 * 1024**2), "completion": "y"}])
-    dataset = build(path, on_bad_row="skip")
-    assert [number for number, _ in dataset.report.sources[0].bad_rows] == [2]
-    assert "the row is too large" in dataset.report.sources[0].bad_rows[0][1].what
+@pytest.mark.parametrize("row", [ROW, {"text": "Hi"}], ids=str)
+def test_a_row_of_many_megabytes_is_a_bad_row(tmp_path: Path, row: dict[str, str]) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [row, row | {next(iter(row)): "x" * (17 * 1024**2)}])
+    ((number, fault),) = build(path, on_bad_row="skip").report.sources[0].bad_rows
+    assert (number, fault.what, fault.expected) == (2, "the row is too large", "at most 16777216")
 
 
 def test_the_date_that_templates_write_is_always_the_same(tmp_path: Path) -> None:
