@@ -134,11 +134,14 @@ def test_timelines_are_rare_but_the_last_three_are_there(tmp_path: Path) -> None
 
 
 def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr(telemetry, "MAX_FILE_BYTES", 30_000)
     samples: list[Event] = [Sample(float(n), n, n, n, ()) for n in range(3000)]
-    lines = record(tmp_path, [EVENTS[1], *samples, RunStopped("end")], step_s=1.0)
-    assert (tmp_path / EVENTS_NAME).stat().st_size < 21_000
+    said: list[Event] = [one for n in range(250) for one in (Notice(str(n)), StepTimeline(n, 0.0, (SPAN,)))]
+    lines = record(tmp_path, [EVENTS[1], *said, *samples, RunStopped("end")], step_s=1.0)
+    assert (tmp_path / EVENTS_NAME).stat().st_size < 31_000
     assert lines[0]["event"] == "RunStarted" and lines[-1]["event"] == "RunStopped"
+    assert [line["text"] for line in lines if line["event"] == "Notice"] == [str(n) for n in range(50, 250)]
+    assert [line["step"] for line in lines if line["event"] == "StepTimeline"] == [247, 248, 249]
     times = [line["time_s"] for line in lines if line["event"] == "Sample"]
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
     assert times[0] == 0 and times[-1] > 2900 and max(gaps) <= 4 * min(gaps) and len(times) > 50
