@@ -26,11 +26,12 @@ from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import EvaluationFinished, Event, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.planning import adaptive
-from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.train import bench_run, build
 from roundpipe_cli.train.bench_run import Measured, check_losses, compare_for_real
 from roundpipe_cli.train.monitor.telemetry import Arithmetic, step_figures
 from roundpipe_cli.train.prepare import devices
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.e2e import make_workspace, metrics, run, tree
 from tests.support.simulated_cases import kernels_as_on, simulated
 from tests.support.simulated_cuda import SMALL_CARD, Card, memory
@@ -113,6 +114,37 @@ def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.Monk
     assert found.step_s == max(span.end_s for span in computing)
     shown = report_page(Path("cards"))
     assert f"worker {found.worker} waited " in shown and 'class="up"' in shown and 'class="down"' in shown
+
+
+TIMED = (
+    *("pipeline.recompute=layer", "pipeline.skip_last_projection=false", "pipeline.keep_activations=1"),
+    *("dtype=float16", "dtype=float16 float16_accumulation=true", "deterministic=true", "mlp_chunk_tokens=8"),
+    *("kernels=reference", "load_in_4bit=true", "lora.r=3", "micro_batch_size=1", "pipeline.sequence_chunks=2"),
+)
+"""Settings with each of which layers take another time."""
+
+
+def test_what_a_planner_knows_of_recipe_and_card(folder: Path) -> None:
+    """Stages by times of another setting; by memory without the one whole block, or without a virtual GPU's gaps."""
+
+    def loaded(words: str) -> LoadedRecipe:
+        return load_recipe("recipe.yaml", ["pipeline.devices=[cuda:0]", *words.split()])
+
+    def planner(words: str, card: str = "") -> Any:
+        with simulated(cards=[Card(card)]):
+            return build.make_planner(replace(setup, recipe=loaded(words).recipe))
+
+    with simulated():
+        setup = prepare(loaded(""), offline=True, tell=lambda event: None)
+        usual = build.make_planner(setup)
+        recipes = [loaded(words).recipe for words in ("", *TIMED)]
+        caches = [build._profile_cache(replace(setup, recipe=recipe), usual.costs) for recipe in recipes]
+    assert len({cache.path for cache in caches}) == 1 + len(TIMED)
+    by_layer, card, virtual = planner(TIMED[0]), planner("method=full", "A40"), planner("method=full", "A40-48Q")
+    assert card.costs.device_memory_bytes > virtual.costs.device_memory_bytes
+    whole, kept = (one.costs.layers[1].activation_bytes for one in (usual, by_layer))
+    freed = usual.costs.slots * (by_layer._limits.forward_bytes - usual._limits.forward_bytes)
+    assert freed == pytest.approx(whole - 2 * kept, abs=4), "of two blocks one is whole, and there are both inputs"
 
 
 def test_busy_cards_that_wait_for_launches_are_seen_for_what_they_are(folder: Path) -> None:
