@@ -109,6 +109,7 @@ class Display:
         if live is None:
             return
         self.is_dashboard = False
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would leave the terminal half restored
         live.stop()
         console = Console(file=sys.stdout)
         frame = last_frame(live.state, console, shutil.get_terminal_size())
@@ -121,13 +122,13 @@ class Display:
                 console.print(line, crop=True, no_wrap=True)
         if self._finished is not None:
             self._plain(self._finished)
+        signal.signal(signal.SIGINT, handler)
 
     def _open(self, first_step: int) -> LiveDashboard | None:
         known = RunFiles(self._output_dir).before(first_step) if first_step and self._output_dir is not None else None
         live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, state=known)
         for event in self._early:
             live.tell(event)
-        self._early.clear()
         self._live = live
         live.start()
         return live
@@ -135,8 +136,7 @@ class Display:
 
 def _interrupt() -> str:
     """Do as Ctrl-C does, without a message for the screen."""
-    with contextlib.suppress(OSError):
-        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
     return ""
 
 
