@@ -110,26 +110,26 @@ class Display:
             return
         self.is_dashboard = False
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would leave the terminal half restored
-        live.stop()
-        console = Console(file=sys.stdout)
-        frame = last_frame(live.state, console, shutil.get_terminal_size())
-        shown = "\n".join(line.plain for line in frame)
-        for event in self._late:
-            if event.text not in shown:
+        try:
+            live.stop()
+            console = Console(file=sys.stdout)
+            frame = last_frame(live.state, console, shutil.get_terminal_size())
+            shown = "\n".join(line.plain for line in frame)
+            for event in [late for late in self._late if late.text not in shown]:
                 self._plain(event)
-        with contextlib.suppress(OSError):
-            for line in frame:
-                console.print(line, crop=True, no_wrap=True)
-        if self._finished is not None:
-            self._plain(self._finished)
-        signal.signal(signal.SIGINT, handler)
+            with contextlib.suppress(OSError):
+                for line in frame:
+                    console.print(line, crop=True, no_wrap=True)
+            if self._finished is not None:
+                self._plain(self._finished)
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
     def _open(self, first_step: int) -> LiveDashboard | None:
         known = RunFiles(self._output_dir).before(first_step) if first_step and self._output_dir is not None else None
-        live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, state=known)
+        self._live = live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, state=known)
         for event in self._early:
             live.tell(event)
-        self._live = live
         live.start()
         return live
 

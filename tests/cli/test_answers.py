@@ -80,7 +80,7 @@ def differences(found: str, recorded: str) -> list[str]:
     one, other = found.splitlines(), recorded.splitlines()
     if len(one) == len(other):
         one = [expected if is_close(line, expected) else line for line, expected in zip(one, other, strict=True)]
-    return [line for line in difflib.ndiff(other, one) if line[0] in "+-"]
+    return list(difflib.unified_diff(other, one, "recorded", "found", lineterm="", n=0))
 
 
 def is_close(line: str, expected: str) -> bool:
