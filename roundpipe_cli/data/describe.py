@@ -11,14 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.tokenized import (
-    Packer,
-    PackingChoice,
-    Row,
-    RowMix,
-    TokenizedDataset,
-    count_sequences,
-)
+from roundpipe_cli.data.tokenized import Packer, PackingChoice, Row, RowMix, TokenizedDataset, count_sequences
 from roundpipe_cli.units import round_step
 
 if TYPE_CHECKING:

@@ -16,13 +16,7 @@ from typing import Literal
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.chunk_shapes import chunk_cut
-from roundpipe_cli.planning.compare import (
-    Keeps,
-    SimulationCase,
-    StageCut,
-    costs_per_microbatch,
-    run_step_s,
-)
+from roundpipe_cli.planning.compare import Keeps, SimulationCase, StageCut, costs_per_microbatch, run_step_s
 from roundpipe_cli.planning.cuts import enough_per_round, links_bind, quick_cut, single_cut
 from roundpipe_cli.planning.dealing import deal_out, dealt_cut, faster
 from roundpipe_cli.planning.partition import LIGHT, plan_partition

@@ -8,14 +8,7 @@ from itertools import pairwise
 
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.search.batch import (
-    INFEASIBLE,
-    BatchScorer,
-    RoundChain,
-    chain_of,
-    one_batch,
-    worker_speeds,
-)
+from roundpipe_cli.planning.search.batch import INFEASIBLE, BatchScorer, RoundChain, chain_of, one_batch, worker_speeds
 from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
 from roundpipe_cli.planning.search.stages import StageSums

@@ -11,14 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from roundpipe_cli.choices import (
-    LOADED_FORMATS,
-    OBJECTIVES,
-    OPTIMIZER_KEYS,
-    OPTIMIZERS,
-    SCHEDULE_KINDS,
-    objectives_of,
-)
+from roundpipe_cli.choices import LOADED_FORMATS, OBJECTIVES, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULE_KINDS, objectives_of
 from roundpipe_cli.errors import Problem, num_edits
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.foreign import OF_ROWS, answer_of, answer_to, hint_for

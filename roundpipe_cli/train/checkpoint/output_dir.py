@@ -39,14 +39,7 @@ from roundpipe_cli.files import (
 from roundpipe_cli.model.files.untrusted import check_file, read_json
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.regular_files import (
-    Holder,
-    kind_of_file,
-    lock_holder,
-    named_path,
-    open_regular,
-    read_json_of_ours,
-)
+from roundpipe_cli.regular_files import Holder, kind_of_file, lock_holder, named_path, open_regular, read_json_of_ours
 
 # Names of a run's folders with a step number in them. Apart from `writing.py`, since finding them needs no torch.
 #

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.events import (
-    StepFinished,
-)
+from roundpipe_cli.events import StepFinished
 from roundpipe_cli.files import RESUME_AGAIN, disk_error
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
 

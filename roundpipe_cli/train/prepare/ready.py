@@ -12,10 +12,7 @@ from torch import nn
 
 from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.teacher import Teacher
-from roundpipe_cli.data.tokenized import (
-    Row,
-    TokenizedDataset,
-)
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset
 from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.files.source import ModelSource

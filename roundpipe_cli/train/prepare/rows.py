@@ -15,13 +15,7 @@ from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DataReport
 from roundpipe_cli.data.settings import DataSettings, errors_of, spec_of
 from roundpipe_cli.data.teacher import Teacher, find_teacher, open_teacher, template_hash, vocabulary_hash
-from roundpipe_cli.data.tokenized import (
-    Row,
-    TokenizedDataset,
-    TokenizedRows,
-    hold_out,
-    same_rows,
-)
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows, hold_out, same_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Say, Tell, tell_notices
 from roundpipe_cli.model.files.source import ModelSource
@@ -29,9 +23,7 @@ from roundpipe_cli.model.new_tokens import load_with_tokens
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import LENGTH_KEY, Recipe
 from roundpipe_cli.regular_files import named_path
-from roundpipe_cli.train.prepare.trainable import (
-    same_named,
-)
+from roundpipe_cli.train.prepare.trainable import same_named
 from roundpipe_cli.units import counted
 
 UNCUT = sys.maxsize

@@ -21,11 +21,7 @@ from roundpipe_cli.costs.memory import MAX_MEMORY_SHARE
 from roundpipe_cli.costs.models import stored_as
 from roundpipe_cli.costs.nvidia_smi import order_notice
 from roundpipe_cli.costs.settings import head_chunk_tokens
-from roundpipe_cli.data.tokenized import (
-    Row,
-    TokenizedDataset,
-    choose_packing,
-)
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, choose_packing
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ContradictionError, RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell, tell_notices

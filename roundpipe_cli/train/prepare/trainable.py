@@ -14,20 +14,10 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import sha256_of
-from roundpipe_cli.model.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    trained_tokens,
-)
+from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, trained_tokens
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.lora import (
-    ADAPTER,
-    LoraSettings,
-    add_lora,
-    continue_lora,
-    refuse_adapters_outside_blocks,
-)
+from roundpipe_cli.model.lora import ADAPTER, LoraSettings, add_lora, continue_lora, refuse_adapters_outside_blocks
 from roundpipe_cli.model.new_tokens import NewTokens, table_names
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path

@@ -38,12 +38,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from roundpipe_cli.train.checkpoint.output_dir import (
-    BEST_NOTE,
-    LAST_NAMES,
-    RESULT_FOLDER_MODE,
-    whole_folder,
-)
+from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, RESULT_FOLDER_MODE, whole_folder
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
