@@ -212,7 +212,7 @@ HUB_ENDINGS = tuple(suffix + packed for suffix in HUB_SUFFIXES for packed in (""
 
 
 def load_table(spec: DatasetSpec, offline: bool) -> Any:
-    """The rows of a hub dataset, as the memory-mapped table that `datasets` makes of them.
+    """All rows of a hub dataset's split, as the memory-mapped table that `datasets` makes of them.
 
     Raises:
         RefusedError: missing, private, unreachable and not cached, or without the split or configuration.
@@ -227,10 +227,10 @@ def load_table(spec: DatasetSpec, offline: bool) -> Any:
             builder = datasets.load_dataset_builder(spec.path, spec.name)
             check_files(spec, builder)
             builder.download_and_prepare()
-            found = (builder.info.splits or {}).get(parse_split(spec.split).name)
+            found = (builder.info.splits or {}).get(name := parse_split(spec.split).name)
             if found is not None and not found.num_examples:  # which `datasets` calls "no data"
                 return datasets.Dataset.from_dict({})
-            return builder.as_dataset(split=spec.split)
+            return builder.as_dataset(split=name)
     except RefusedError:
         raise
     except Exception as error:
@@ -348,7 +348,7 @@ class Source:
     notices: tuple[str, ...] = ()
     """Notes for the user on how it was chosen."""
     cut: Split = Split("")
-    """The file's rows that are read, by its bounds."""
+    """Which of all rows are read, by its bounds."""
     content: str = ""
     """A fingerprint of the whole content, once `fingerprint` has set it."""
     stamp: tuple[int, int] | None = None
@@ -377,8 +377,9 @@ class Source:
             return
         table = self.table()
         structs = structs_of(table.features.arrow_schema)
-        for number, columns in enumerate(table, start=1):
-            self.progress.known_share = number / len(table)
+        start, stop = self.cut.range(len(table))
+        for number, columns in enumerate(table.select(range(start, stop)), start=start + 1):
+            self.progress.known_share = (number - start) / (stop - start)
             yield table_row(number, columns, structs)
 
     def table(self) -> Any:
@@ -454,7 +455,7 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
             if (near := _near(tried))
             else "a relative path begins here or beside the recipe",
         )
-    return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
+    return [Source(f"{spec.path}[{split.name}]", None, spec, offline, cut=split)]
 
 
 def no_rows(sources: Sequence[Source]) -> RefusedError:

@@ -444,8 +444,11 @@ def test_a_hub_split_is_read_be_it_empty(tmp_path: Path, monkeypatch: Any, kind:
     monkeypatch.setattr("roundpipe_cli.data.sources.check_files", lambda *_: None)  # it wants files of the hub
     monkeypatch.chdir(tmp_path)
     if "text" in content:
-        one, other = (build(Path("some-org/some-set")).numbered_sources for _ in range(2))
-        assert [*same_rows(one, other)] == ["2 rows of some-org/some-set[train] are also in some-org/some-set[train]"]
+        whole, last = (build(Path("some-org/some-set"), split=split) for split in ("train", "train[-1:]"))
+        said = "{} of some-org/some-set[train] {} also in some-org/some-set[train]"
+        for one, words in ((whole, ("2 rows", "are")), (last, ("1 row", "is"))):
+            assert [*same_rows(one.numbered_sources, whole.numbered_sources)] == [said.format(*words)]
+        assert last.where(last.rows[0].row_id) == "some-org/some-set[train]: row 2"
         return
     (source,) = find_sources(DatasetSpec("some-org/some-set"), None, offline=True)
     fingerprint([source])
