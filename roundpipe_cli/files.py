@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -215,7 +216,7 @@ def file_to_write(path: Path) -> Path:
             f"cannot write {path.name or path}",
             where=str(path),
             found=found,
-            hint=f"mkdir -p {path.parent}, or name another file",
+            hint=f"mkdir -p {shlex.quote(str(path.parent))}, or name another file",
         )
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -25,6 +26,9 @@ from tests.support.e2e import fresh, python
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(getattr(typer.main.get_command(app), "commands", {}))
+IN_COMMAND = re.compile(rf"(\broundpipe ({'|'.join(COMMANDS)})|mkdir -p)\b[^`\n;]*$")
+QUOTED_BEFORE = {"words", "epochs", "folder", "' '.join(given)", "HERE", "path[0]", "recipe", "self.hardware"}
+"""Values in commands that are quoted already, or have no space: numbers, keys, names of devices and shipped recipes."""
 RECIPE_COMMANDS = ["cp", "keys", "ls", "show", "validate"]
 
 
@@ -120,6 +124,21 @@ def test_a_long_command_says_its_first_line_at_once() -> None:
     done = python(program)
     lines = done.stdout.splitlines()
     assert len(lines) == len(LONG_COMMANDS) and all(line.endswith(" ... []") for line in lines), done.stdout
+
+
+def test_names_in_a_command_to_be_copied_are_quoted() -> None:
+    """A folder with a space in its name made the hint's command fail."""
+    found = []
+    for path in (ROOT / "roundpipe_cli").rglob("*.py"):
+        for text in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.JoinedStr)):
+            before = ""
+            for part in text.values:
+                said = ast.unparse(part.value) if isinstance(part, ast.FormattedValue) else ""
+                if said and IN_COMMAND.search(before):
+                    found.append(said)
+                before += part.value if isinstance(part, ast.Constant) else "X"
+    unquoted = {one for one in found if not one.startswith("shlex.quote(")}
+    assert len(found) > 10 and unquoted == QUOTED_BEFORE
 
 
 def test_plain_values_are_those_of_typer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import textwrap
@@ -43,7 +44,9 @@ def doctor(
         measure_here(file, as_json=json_)
         return
     if file is not None:
-        raise RefusedError("a file is for --measure", found=str(file), hint=f"roundpipe doctor --measure {file}")
+        raise RefusedError(
+            "a file is for --measure", found=str(file), hint=f"roundpipe doctor --measure {shlex.quote(str(file))}"
+        )
     say("checking this machine ...")
     from roundpipe_cli.cli.checks import all_checks
 

@@ -77,7 +77,7 @@ def _no_such_command(program: str, commands: list[str], words: Sequence[str]) ->
     nearest = "finetune" if nearest in OTHER_NAMES else nearest
     hint = f"did you mean {program} {nearest}?" if nearest else f"{program} --help"
     if is_top and word.endswith((".yaml", ".yml")):
-        hint = f"roundpipe finetune {word}"
+        hint = f"roundpipe finetune {shlex.quote(word)}"
     what = f"there is no command {f'{program} {word}'.removeprefix('roundpipe ')}"
     return RefusedError(what, expected=", ".join(commands), hint=hint)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -65,7 +66,7 @@ def find_teacher(named: str | None, folder: Path) -> tuple[Path, dict[str, Any]]
     if is_ours and isinstance(header.get("top_k"), int):
         return found, header
     what = f"{'these scores have no tables' if is_ours else 'no scores are there'} to learn from"
-    hint = f"roundpipe score RECIPE ROWS model=TEACHER --top-k 64 --to {found}"
+    hint = f"roundpipe score RECIPE ROWS model=TEACHER --top-k 64 --to {shlex.quote(str(found))}"
     raise RefusedError(what, where="distill.teacher", found=str(found / HEADER_NAME), hint=hint)
 
 

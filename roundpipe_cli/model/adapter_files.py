@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -80,8 +81,6 @@ BASE_STARTS = ("pissa", "olora")
 CONVERT_HINT = "where it was trained, convert it: save_pretrained(..., path_initial_model_for_weight_conversion=)"
 MERGE_HINT = "where it was trained, merge it with merge_and_unload() and take the result for a base"
 BY_PEFT_HINT = "`roundpipe generate` without --stream and PEFT use the adapter as it is"
-MERGE_FIRST = "merge it first (`roundpipe export {} --merge`), then train a new adapter on the result"
-"""Hint for the folder of an adapter that cannot be trained further."""
 LOST_STARTS = (
     ("pissa_niter_", "random numbers decide its base weights, and no adapter holds them", CONVERT_HINT),
     ("corda", "its base weights were made from activations of its training data", CONVERT_HINT),
@@ -141,12 +140,18 @@ def refuse_not_merged(config: Mapping[str, Any], folder: Path) -> None:
             raise _refusal(what, folder, config, key, why=why, hint=BY_PEFT_HINT)
 
 
+def merge_first(folder: Path) -> str:
+    """Hint for the folder of an adapter that cannot be trained further."""
+    command = f"roundpipe export {shlex.quote(str(folder))} --merge"
+    return f"merge it first (`{command}`), then train a new adapter on the result"
+
+
 def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
     """Refuse a key of an adapter that cannot be trained further."""
     refuse_not_merged(config, folder)
     for key, why in NOT_TRAINED.items():
         if config.get(key) not in (None, False, "none"):
-            what, hint = "this adapter cannot be trained further", MERGE_FIRST.format(folder)
+            what, hint = "this adapter cannot be trained further", merge_first(folder)
             raise _refusal(what, folder, config, key, why=why, hint=hint)
 
 

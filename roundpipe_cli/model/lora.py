@@ -20,8 +20,8 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
-    MERGE_FIRST,
     PEFT_PREFIX,
+    merge_first,
     put_adapter,
     read_adapter_config,
     refuse_not_trained,
@@ -377,7 +377,7 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
     """
     where, hint = "lora.modules_to_save", "leave it out, or use method: full"
     if start is not None:
-        where, hint = "lora.start_from", MERGE_FIRST.format(start)
+        where, hint = "lora.start_from", merge_first(start)
     paths = dict(model.named_modules())
     saved = [path for path in paths if path.endswith(modules_to_save)]  # as PEFT finds them: `c_attn` by `attn` too
     for wanted in modules_to_save:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -108,7 +109,7 @@ def check_fits(question: PlanRequest) -> None:
         best = f"{LENGTH_KEY}={fitting[''][0]}, the most that fits: `long_rows` says what happens to longer rows"
     else:
         best = "; ".join(change.what for change in best_remedies(here, None))
-    hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
+    hint = f"`roundpipe plan {shlex.quote(str(loaded.path))} --solve` names more changes that make it fit"
     hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
     for fewer in without_small_cards(replace(question, settings=case.settings, hardware=machine)):
         if judge_coarsest(fewer).fits:

@@ -170,7 +170,7 @@ def refuse_rows(path: Path, wanted: str, expected: str = "a YAML file") -> None:
     """
     if path.suffix in ROW_SUFFIXES and path.is_file():
         what = f"{path} is a file of rows, not {wanted}"
-        hint = f"`roundpipe init --data {path}` writes a recipe for it"
+        hint = f"`roundpipe init --data {shlex.quote(str(path))}` writes a recipe for it"
         raise RefusedError(what, found=f"a {path.suffix} file", expected=expected, hint=hint)
 
 

@@ -12,14 +12,9 @@ from torch import nn
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Phase, Tell, tell_notices
-from roundpipe_cli.model.adapter_files import (
-    StartedBase,
-    read_adapter_tensors,
-)
+from roundpipe_cli.model.adapter_files import StartedBase, merge_first, read_adapter_tensors
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.lora import (
-    initial_values,
-)
+from roundpipe_cli.model.lora import initial_values
 from roundpipe_cli.model.new_tokens import NewTokens
 from roundpipe_cli.model.stored.packed_weights import PackedWeight
 from roundpipe_cli.model.stored.tensors import is_adapter
@@ -115,6 +110,6 @@ def _started_from(start: Path, model: nn.Module, store: WeightStore, *, trains: 
                 "a table beside the adapter is another than the base model's, and would not be in the result",
                 where="lora.start_from",
                 found=f"{name} in {start}",
-                hint=f"merge it first (`roundpipe export {start} --merge`), then train a new adapter on the result",
+                hint=merge_first(start),
             )
     return found
