@@ -292,13 +292,16 @@ def _check_run_files(folder: Path, key: str) -> None:
             continue
         try:
             mode = path.stat().st_mode
-        except OSError:  # a link to nothing: opening it will give the error
+            found = "" if stat.S_ISREG(mode) else kind_of_file(mode)
+        except FileNotFoundError:  # a link to nothing: opening it will give the error
             continue
-        if not stat.S_ISREG(mode):
+        except OSError as error:  # a link to itself
+            found = str(error.strerror)
+        if found:
             raise RefusedError(
                 "the output directory holds something that is no regular file under the name of one",
                 where=str(path),
-                found=kind_of_file(mode),
+                found=found,
                 expected="a regular file, or none",
                 hint=f"remove it, or set {key} elsewhere",
             )
