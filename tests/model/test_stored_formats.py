@@ -3,6 +3,7 @@ publishes, rounded once; the same loss as the model with those weights; refused 
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from roundpipe_cli.model.stored.scaled_floats import in_8bit
 from roundpipe_cli.model.stored.tensors import OpenFiles, own_shapes
 from roundpipe_cli.model.weights_io import BaseWeights
 from tests.model.test_weights_io import change, gguf_tensors, load, say, write_gguf
+from tests.support.every_type import tiny_config_of
 from tests.support.tiny import tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -269,3 +271,28 @@ def test_a_gguf_file_is_read_into_a_model_with_adapters(tmp_path: Path) -> None:
     expected, found = (BaseWeights(source, model, torch.float32) for model in (plain, adapted))
     assert sorted(found) == sorted(expected) == sorted(name for name, _ in plain.named_parameters())
     assert all(torch.equal(found[name], expected[name]) and found[name].any() for name in found)
+
+
+LFM2_NAMES = {
+    **{"operator_norm": "attn_norm", "self_attn.out_proj": "attn_output", "self_attn": "attn", "_layernorm": "_norm"},
+    **{"feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "_proj": ""},
+    **{"model.embed_tokens": "token_embd", "model.embedding_norm": "token_embd_norm", "model.layers": "blk"},
+    **{".conv.conv": ".shortconv.conv", ".conv.in": ".shortconv.in_proj", ".conv.out": ".shortconv.out_proj"},
+    "attn.": "attn_",
+}
+
+
+def test_a_gguf_file_is_read_by_transformers_rules(tmp_path: Path) -> None:
+    """Newer types have no table of names: rules rename, and change the shapes of short convolutions."""
+    pytest.importorskip("transformers.integrations.gguf.gguf_conversion_mapping")
+    config = tiny_config_of("lfm2", layer_types=["conv", "full_attention", "conv"])
+    model = build_skeleton(config, torch.float32)
+    add_lora(model, LoraSettings(r=2, alpha=2), dtype=torch.float32, base_name="t", blocks_path="model.layers")
+    expected, tensors = {}, {}
+    for name, shape in own_shapes(build_skeleton(config, torch.float32)).items():
+        short = functools.reduce(lambda text, item: text.replace(*item), LFM2_NAMES.items(), name)
+        expected[name] = torch.randn(shape)
+        tensors[short] = expected[name].squeeze().numpy()
+    write_gguf(tmp_path / "m.gguf", "lfm2", 3, tensors)
+    found = BaseWeights(ModelSource("m", tmp_path, "m.gguf"), model, torch.float32)
+    assert sorted(found) == sorted(expected) and all(torch.equal(found[name], expected[name]) for name in found)
