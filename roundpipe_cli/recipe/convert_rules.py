@@ -141,10 +141,10 @@ def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     given = data.get("trl")
     section = given if isinstance(given, dict) else {}
     if key == "trl":  # axolotl's, of whose keys jobs with pairs read `beta`
-        others = [name for name, setting in section.items() if name != "beta" and not is_off(setting)]
-        if others:
-            raise LeaveOutError(f"{shown_value(', '.join(others))}: read in reinforcement learning only")
         value = section.get("beta")
+        others = [name for name, setting in section.items() if name != "beta" and not is_off(setting)]
+        if others and value is None:
+            raise LeaveOutError(f"{shown_value(', '.join(others))}: read in reinforcement learning only")
     is_second = section.get("beta") is not None or (key != "rl_beta" and data.get("rl_beta") is not None)
     if is_second and key in ("rl_beta", "orpo_alpha", "dpo_beta"):
         raise LeaveOutError("another key decides: trl.beta, then rl_beta, then orpo_alpha")
@@ -556,6 +556,9 @@ class Conversion:
             self.change(key, writes.change)
         if not writes:
             self.drop(key)
+        elif key == "trl":  # of which only `beta` is written
+            for name in sorted(value.keys() - {"beta"}):
+                self.drop(f"{key}.{name}")
         for target, meant in writes.items():
             self.put(target, meant, key, value)
 
