@@ -341,7 +341,7 @@ def from_json(value: Any, hint: Any) -> Any:
     if hint in (float, int):
         is_number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
         if is_number and abs(value) < MAX_NUMBER:
-            return value
+            return hint(value)
     elif origin is None and isinstance(value, hint):
         return value
     raise ValueError(f"{value} is no {hint}")
