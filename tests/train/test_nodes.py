@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from roundpipe_cli.costs import machine as machines
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.errors import RecipeError, RefusedError, RoundpipeError
 from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.nodes import group
 from roundpipe_cli.train.nodes.agreement import require_same
@@ -453,6 +454,21 @@ def test_the_end_of_a_wait_says_who_waited_and_how_to_go_on() -> None:
         nodes.may_resume = None if there is None else partial(bool, there)
         (problem,) = nodes._why("to begin", "gone").problems
         assert problem.where == "machine 2 of 3" and problem.hint is not None and problem.hint.endswith(hint)
+
+
+def test_a_failure_to_write_the_result_that_is_told_as_the_first_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the other one had heard that the first left, and ended with 0."""
+    nodes = Nodes(1, 2)
+
+    def hear_both(work: Callable[[], Any], _: str) -> Future[Any]:
+        nodes._take("failed", 0, {"code": 5, "problems": [{"what": "cannot write the result"}]})
+        nodes._take("left", 0, None)
+        (answer := Future[Any]()).set_result(work())
+        return answer
+
+    monkeypatch.setattr(group, "in_thread", hear_both)
+    with pytest.raises(RoundpipeError, match="machine 1 of 2: cannot write the result"):
+        nodes.finish()
 
 
 def test_a_wait_is_for_the_machines_that_are_behind() -> None:

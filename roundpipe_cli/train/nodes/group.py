@@ -195,6 +195,8 @@ class Nodes:
         self._needs_nobody, self._timeout = self.is_first, LONGEST_WAIT
         if not self.is_first:
             self._run(self._first_left.wait, "the result")
+            if self._failure is not None:  # told just before the first left
+                raise self._failure
 
     def leave(self, error: BaseException | None = None) -> None:
         """Wait for no other machine from here on; they hear of `error`, if there is one that they do not know."""
