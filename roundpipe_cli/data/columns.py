@@ -28,8 +28,8 @@ PLAIN_TYPES = tuple(name for name in PROMPT_TYPES if not ROW_KINDS[name].needs_t
 IN_MESSAGES = "messages"
 """Stands in place of a type of rows, for rules of keys of messages."""
 VERDICTS: Mapping[str, bool] = {
-    **dict.fromkeys(("true", "1", "desirable", "chosen", "good", "accepted", "wanted", "preferred"), True),
-    **dict.fromkeys(("false", "0", "undesirable", "rejected", "bad", "unwanted", "dispreferred"), False),
+    **dict.fromkeys(("true", "yes", "1", "desirable", "chosen", "good", "accepted", "wanted", "preferred"), True),
+    **dict.fromkeys(("false", "no", "0", "undesirable", "rejected", "bad", "unwanted", "dispreferred"), False),
 }
 """Texts that mean that an answer is wanted or not, in lower case."""
 FIGURE_COLUMNS: Mapping[FigureName, str] = {
@@ -63,7 +63,7 @@ def says_something(value: object) -> bool:
 def verdict(value: object) -> bool | None:
     """Yes or no, in any of the forms that files have for it; None: neither."""
     if isinstance(value, str):
-        return VERDICTS.get(value.strip().lower())
+        return VERDICTS.get(value.strip().lower().removesuffix(".0"))
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 

@@ -156,7 +156,8 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
         look_at_rows("rows.jsonl", tmp_path)
     file.write_text(file.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     assert known(look_at_rows("rows.jsonl", tmp_path)) == ("pair", "")
-    for label, example in ((True, "labelled"), ("sports", "answer")):
+    # The last two are `no` of a form, and 0 as pandas writes it beside an empty cell: both answers were trained.
+    for label, example in ((True, "labelled"), ("sports", "answer"), ("No", "labelled"), ("0.0", "labelled")):
         file.write_text(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n")
         assert known(look_at_rows("rows.jsonl", tmp_path)) == (example, "")
     assert choose_objective(None, None, "labelled")[0] == "kto"
