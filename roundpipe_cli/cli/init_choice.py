@@ -262,7 +262,7 @@ def choose_settings(
     by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
     chosen, why_method = _method(architecture, machine, dtype, asked=method, objective=objective)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
-    per_step, why_rows = _rows(length, machine, num_rows)
+    per_step, why_rows = _rows(length, machine, num_rows, least=1 + OBJECTIVES[objective].estimates_kl)
     pipeline = loaded.recipe.pipeline
     recipe = replace(
         loaded.recipe,
@@ -431,15 +431,14 @@ def _method(
     return "lora", f"method lora: adapters; {need}, {fits}."
 
 
-def _rows(length: int, machine: Hardware, num_rows: int | None) -> tuple[int, str]:
-    """Rows of a step, and the reason where the data have few."""
+def _rows(length: int, machine: Hardware, num_rows: int | None, *, least: int) -> tuple[int, str]:
+    """Rows of a step, `least` or more, and the reason where the data have few."""
     rows, workers = max(1, min(ROWS_PER_STEP, BUSY_TOKENS // length)), len(machine.devices) * machine.machines
     per_step = max(ROWS_PER_STEP, MICROBATCHES_PER_WORKER * workers * rows)
     if num_rows is None or num_rows >= LEAST_STEPS * per_step:
         return per_step, ""
-    return max(machine.machines, num_rows // LEAST_STEPS), (
-        f"the data have only {counted(num_rows, 'row')}, for {LEAST_STEPS} steps an epoch; "
-    )
+    few = max(machine.machines, least, num_rows // LEAST_STEPS)
+    return few, f"the data have only {counted(num_rows, 'row')}, for {counted(-(-num_rows // few), 'step')} an epoch; "
 
 
 # The recipe.

@@ -107,6 +107,20 @@ def test_what_init_writes_is_what_data_plan_and_finetune_take(
     assert len(metrics(tmp_path / "out")) == 2
 
 
+def test_few_labelled_answers_get_steps_of_two_rows(
+    tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KTO compares a prompt with another row's answer: the recipe had one row a step, and was refused."""
+    shutil.copytree(two_blocks, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({**ROWS["alpaca"](n), "label": 1}) + "\n" for n in range(7))
+    )
+    monkeypatch.chdir(tmp_path)
+    _, told = said("init", "--model", "model", "--data", "rows.jsonl", "--hardware", "here", "-o", "mine.yaml")
+    assert load_recipe(tmp_path / "mine.yaml").recipe.rows_per_step == 2
+    assert "only 7 rows, for 4 steps an epoch; 2 rows a step" in " ".join(told.split())
+
+
 def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hand-written one had other defaults than `init`: no packing, microbatches of one row."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
