@@ -345,9 +345,12 @@ def rows_inside(row: Mapping[str, object], where: str) -> RefusedError | None:
     """The error for a file whose only object has the rows inside it; None: it has none."""
     lists = ((name, value[0]) for name, value in flattened(row).items() if isinstance(value, (list, tuple)) and value)
     objects = [name for name, first in lists if isinstance(first, Mapping) and not {"role", "from"} & set(first)]
+    keys = {frozenset(value) if isinstance(value, Mapping) else frozenset() for value in row.values()}
     if is_columnar(row):
         found = f"a list for each column: {column_names(row)}"
         rows = "(dict(zip(d, r)) for r in zip(*(v.values() if isinstance(v, dict) else v for v in d.values())))"
+    elif len(row) > 1 and len(keys) == 1 and not keys & {frozenset()} and not {"role", "from"} & set(*keys):
+        found, rows = f"an object under each name: {column_names(row)}", "d.values()"
     elif objects:
         found = f"a list of objects in `{printable(objects[0], 60)}`"
         rows = "".join(["d", *(f"[{key!r}]" for key in objects[0].split("."))])

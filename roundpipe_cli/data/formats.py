@@ -379,7 +379,7 @@ def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where
     likely = {} if "text" in likely and "text" not in types else likely
     if spec.rows.figure != "label":
         refuse_layout(layouts, where, has_answer="completion" in likely)
-    if inside is not None and not likely:
+    if inside is not None:
         raise inside
     raise UnknownColumnsError(layouts[0], where, types, likely)
 

@@ -81,6 +81,9 @@ COLUMNAR = {
     "lists": json.dumps({"Frage": [q for q, _ in PAIRS], "Antwort": [a for _, a in PAIRS]}),
     "pandas": json.dumps({name: {str(n): pair[i] for n, pair in enumerate(PAIRS)} for i, name in enumerate("qa")}),
     "an inner list": json.dumps({"data": {"rows": [{"q": q, "a": a} for q, a in PAIRS]}}),
+    # Of these one row was trained: the first one, or the words beside the rows.
+    "pandas by rows": json.dumps({str(n): {"q": q, "a": a} for n, (q, a) in enumerate(PAIRS)}),
+    "a list below a title": json.dumps({"title": "My rows", "by": "Me", "rows": [{"q": q, "a": a} for q, a in PAIRS]}),
 }
 REFUSED = {
     "empty": ("x.csv", b"", "the dataset is empty"),
