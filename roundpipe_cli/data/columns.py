@@ -292,8 +292,10 @@ def likely_columns(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
     natural = [name for name in filled if not all(map(_NO_TEXT.fullmatch, texts[name]))]
     searched = [*natural, *filled]
     answer = next((name for name in searched if _has_word(name, _words("answers"))), None)
-    prompt = next((name for name in searched if name != answer and _has_word(name, _words("prompts"))), None)
-    others = [name for name in (natural if len(natural) > 1 else filled) if name not in (prompt, answer)]
+    parts = [name for name in searched if re.fullmatch(_rules("columns")["prompt part"].names, name.strip().lower())]
+    asked = (name for name in searched if _has_word(name, _words("prompts")))
+    prompt = next((name for name in [*asked, *parts] if name != answer), None)
+    others = [name for name in (natural if len(natural) > 1 else filled) if name not in (prompt, answer, *parts)]
     lacking = (prompt is None) + (answer is None)
     if lacking and not natural:  # a table of numbers
         return {}

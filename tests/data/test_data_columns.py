@@ -204,6 +204,7 @@ def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path) -> None:
         (["question", "final_answer"], "question", "final_answer"),
         (["model_output", "user_input", "id"], "user_input", "model_output"),
         *((["Frage", "Antwort"], "Frage", "Antwort"), (["rejected", "better"], "COLUMN", "COLUMN")),
+        *((["question", "context"], "COLUMN", "COLUMN"), (["highlights", "article"], "article", "highlights")),
     ):
         with pytest.raises(RefusedError, match="cannot tell the type") as caught:
             build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(columns, "x")]))
