@@ -97,6 +97,12 @@ def test_the_template_of_a_real_model() -> None:
     assert has_template and '"""{{ if not .System }}<|im_start|>system\nYou are a helpful AI assistant named' in text
 
 
+def test_a_template_that_leaves_the_system_message_out_begins_alike_with_one() -> None:
+    """Its first words stood in the Modelfile for conversations without a system message only."""
+    template = "<start>" + SYSTEM_IN_USER.replace("{{ raise_exception('no system') }}", "")
+    assert 'TEMPLATE """<start>{{ range' in modelfile(tokenizer_with(template), ".")[0]
+
+
 def test_a_modelfile_by_hand() -> None:
     text, has_template = modelfile(tokenizer_with(CHATML), ".")
     assert has_template and text == (
@@ -119,6 +125,10 @@ def test_a_modelfile_by_hand() -> None:
         CHATML.replace("<|im_start|>{{", "{{ loop.index }}<|im_start|>{{"),
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
         + CHATML.replace("<|im_start|>{{", "{{ 'late ' if loop.index > 3 }}<|im_start|>{{"),
+        # Gemma's: the system message becomes a part of the user's first. It was left out without a word.
+        "{% for m in messages %}{% if m['role'] != 'system' %}<turn>{{ m['role'] }} "
+        "{% if loop.index0 == 1 and m['role'] == 'user' %}{{ messages[0]['content'] }} {% endif %}{{ m['content'] }}"
+        "</turn>{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>assistant {% endif %}",
     ],
 )
 def test_other_templates_are_left_to_the_weights_file(template: str | None) -> None:

@@ -76,9 +76,10 @@ def _render(tokenizer: Any, messages: Messages, prompt: bool) -> str:
 
 def _agrees(turns: TurnMarks, tokenizer: Any, messages: Messages) -> bool:
     try:
-        return turns.render(messages) == _render(tokenizer, messages, prompt=True)
+        text = _render(tokenizer, messages, prompt=True)
     except Exception:  # for instance a template that wants no system message
         return messages[0]["role"] == "system" and "system" not in turns.around
+    return turns.render([one for one in messages if one["role"] in turns.around]) == text  # one may leave it out
 
 
 def _split(tokenizer: Any) -> TurnMarks:
@@ -151,7 +152,9 @@ def _go_template(turns: TurnMarks) -> str:
     for role, (before, after) in turns.around.items():
         branches += f'{{{{ {word} eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{_go(after)}'
         word = "else if"
-    start = f"{{{{ if not .System }}}}{_go(turns.start)}{{{{ end }}}}" if turns.start else ""
+    start = _go(turns.start)
+    if start and "system" in turns.around:
+        start = f"{{{{ if not .System }}}}{start}{{{{ end }}}}"
     return f"{start}{{{{ range .Messages }}}}{branches}{{{{ end }}}}{{{{ end }}}}{_go(turns.prompt)}"
 
 
