@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO
@@ -73,6 +74,8 @@ def guess_encoding(data: bytes) -> str | None:
     others = [character for character in text if not character.isascii()]
     if 2 * sum("\udc80" <= character <= "\udcff" for character in others) <= len(others):
         return None
+    if not re.search(r"[^\W\x00-\x7f]|\ufffd", data.decode("cp1252", "replace")):  # signs alone, as in English: ’ € –
+        return "cp1252"
     from charset_normalizer import from_bytes  # 0.1 s
 
     telling = b"\n".join(line for line in data.splitlines() if not line.isascii())  # it looks at samples

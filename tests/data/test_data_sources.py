@@ -205,6 +205,12 @@ def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
         find_sources(DatasetSpec(str(write(tmp_path / "x.csv", "text\na\n")), encoding="ansi-99"), None, offline=True)
 
 
+@pytest.mark.parametrize("text", ["£5 or £10", "5 €", "It’s “ok” – and £5…"])
+def test_signs_without_letters_are_those_of_windows(text: str) -> None:
+    """Story: of English tables `£` was taken for a Polish letter, `€` for one of a Mac."""
+    assert guess_encoding(f"a,b\r\n{text},x\r\n".encode("cp1252")) == "cp1252"
+
+
 TEXTS = {
     "cp1252": "Wie heißt die größte Stadt? L’été à Köln – für Ärzte öfter",
     **{"cp1250": "Zażółć gęślą jaźń. Příliš žluťoučký kůň", "cp1251": "Как дела? Привет, мир! Это ответ."},
