@@ -22,7 +22,7 @@ from roundpipe_cli.cli import export
 from roundpipe_cli.cli.export import check_upload, convert_to_gguf, push
 from roundpipe_cli.cli.generate import check_temperature, converse, read_prompt, read_prompts
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_device
+from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, ids_of_prompt, roomy_device
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.cli.test_terminal_text import said
@@ -384,6 +384,13 @@ def test_a_temperature_at_which_no_token_can_be_drawn_is_refused(temperature: fl
         check_temperature(temperature)
     for fine in (0.0, 0.01, 1.0, 100.0):
         check_temperature(fine)
+
+
+def test_a_system_message_without_a_template_is_refused() -> None:
+    """It was left out without a word."""
+    assert ids_of_prompt(tokenizer := tokenizer_with(None), Prompt("Hi")) == tokenizer("Hi")["input_ids"]
+    with pytest.raises(RefusedError, match="a system message without a chat template"):
+        ids_of_prompt(tokenizer, Prompt("Hi", "Be brief."))
 
 
 def test_a_prompt_that_is_no_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.templates import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cuda_process import set_up_process
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
 from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config, refuse_unknown_keys
@@ -206,8 +207,10 @@ def _whole(tokenizer: Any, new: list[int], ends: Sequence[int], pads: Sequence[i
 
 
 def ids_of_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Tokens of a prompt, in the chat template if there is one."""
+    """Tokens of a prompt, in the chat template if there is one, which alone has a place for a system message."""
     if not has_template(tokenizer):
+        if prompt.system:
+            raise RefusedError("a system message without a chat template", hint="write it into the prompt")
         return list(tokenizer(prompt.text)["input_ids"])
     return list(tokenizer(rendered(tokenizer, prompt.messages), add_special_tokens=False)["input_ids"])
 
