@@ -73,6 +73,8 @@ class DataView:
     samples: list[RowSample]
     row_tokens: int
     """The recipe's `max_seq_length`."""
+    is_unpacked: bool = False
+    """The recipe says `packing: false`."""
 
 
 def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
@@ -100,7 +102,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.row_tokens, recipe.seed, shuffle=recipe.shuffle)
     if recipe.packing == "auto":
         fill = replace(fill, choice=packing_choice(loaded, dataset))
-    return DataView(dataset, fill, shown, recipe.row_tokens)
+    return DataView(dataset, fill, shown, recipe.row_tokens, recipe.packing is False)
 
 
 def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingChoice:
@@ -145,10 +147,9 @@ def report_lines(look: DataView) -> Iterator[str]:
         answers = counted(len(dataset.sides), "answer")
         yield f"packing none: {counted(len(dataset.rows), 'row')} of {answers} each, which are scored as wholes"
     else:
-        yield (
-            f"packing {counted(len(lengths), 'row')} in {counted(look.fill.num_sequences, 'sequence')} of "
-            f"{look.row_tokens} tokens, {100 * look.fill.ratio:.1f} % full"
-        )
+        packed = f"{counted(len(lengths), 'row')} in {counted(look.fill.num_sequences, 'sequence')}"
+        off = "off: it would put " * look.is_unpacked
+        yield f"packing {off}{packed} of {look.row_tokens} tokens, {100 * look.fill.ratio:.1f} % full"
         if look.fill.choice is not None:
             yield look.fill.choice.describe()
     yield f"lengths shortest {lengths.min()}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens"
