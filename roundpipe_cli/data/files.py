@@ -559,7 +559,7 @@ def _read_csv(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator
                 hint = "is a quotation mark never closed? One inside a field in quotes is written twice"
                 yield _bad_row(number, "the row is not valid CSV", printable(str(error)), hint=hint)
             else:
-                if values:  # an empty line is no row
+                if any(map(str.strip, values)):  # an empty line is no row, nor are the empty cells below a table
                     yield _csv_row(header, values, number)
             number = reader.line_num + 1
 
@@ -624,7 +624,7 @@ def count_rows(path: Path, spec: DatasetSpec = PLAIN) -> RowCount | None:
             rows = sum(1 for _ in text_rows(io.BytesIO(head), spec.txt_rows, path))
         elif suffix in TABLES:
             text, form = io.StringIO(head.decode("utf-8-sig", errors="replace"), newline=""), table_form(path, spec)
-            filled = sum(map(bool, csv.reader(text, delimiter=form.delimiter)))
+            filled = sum(any(map(str.strip, row)) for row in csv.reader(text, delimiter=form.delimiter))
             rows = max(0, filled - (form.header is None))
         else:
             rows = sum(1 for line in head.split(b"\n") if line.strip())

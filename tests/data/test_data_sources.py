@@ -123,6 +123,13 @@ def test_a_comma_file_means_what_it_meant(tmp_path: Path) -> None:
         assert next(source.rows()).columns == columns and source.notices == ()
 
 
+def test_empty_cells_below_a_table_are_no_rows(tmp_path: Path) -> None:
+    """A spreadsheet saves them where cells once held something; each was a row that cannot be used."""
+    path = write(tmp_path / "x.csv", "question;answer\r\nHi;Yo\r\n;\r\n\r\n Hi;\r\n; \r\n;\r\n")
+    assert [(row.number, row.columns["question"]) for row in read(path)] == [(2, "Hi"), (5, " Hi")]
+    assert (count := count_dataset(DatasetSpec(str(path)), None)) is not None and count.num_rows == 2
+
+
 def test_headers_of_csv(tmp_path: Path) -> None:
     """A delimiter that cannot be told is named where a row does not fit."""
     row = read(write(tmp_path / "x.csv", "id;question, short;answer\n1;Hi;Yo\n2;Hi\n"))[0]
