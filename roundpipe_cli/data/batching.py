@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.tokenized import WINDOW_ROWS, Packer, RowMix, SequenceRows
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import counted
 
 # Groups a step's sequences of similar length into microbatches, so that little is padded.
 #
@@ -255,14 +256,14 @@ class BatchSampler:
         for window in range(self._num_windows):
             found += len(self._sequences(0, window)) if found < needed else 0
         if found < needed:
-            packed = self._packer is not None
+            rows, packed = self.mix.rows_per_epoch, self._packer is not None
             fewer = f"gradient_accumulation_steps={max(1, found // size)}"
             fewer += "" if found >= size else f" micro_batch_size={found}"
             raise RefusedError(
                 "the datasets have fewer rows than one step takes",
                 where="datasets",
-                found=f"{self.mix.rows_per_epoch} rows" + (f", packed into {found} sequences" if packed else ""),
+                found=counted(rows, "row") + (f", packed into {counted(found, 'sequence')}" if packed else ""),
                 expected=f"at least {needed}: micro_batch_size {size} x "
                 f"gradient_accumulation_steps {microbatches_per_step}",
-                hint=fewer + (" or packing=false" if packed else ""),
+                hint=fewer + (" or packing=false" if packed and rows >= needed else ""),
             )

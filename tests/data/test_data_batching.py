@@ -146,6 +146,11 @@ def test_too_few_packed_rows_are_refused() -> None:
     problem = caught.value.problems[0]
     assert problem.found == "20 rows, packed into 2 sequences"
     assert problem.hint == "gradient_accumulation_steps=2 or packing=false"
+    with pytest.raises(RefusedError, match="fewer rows than one step") as caught:
+        BatchSampler(RowMix([3], [1.0], 0, True), 1, 4, Packer(np.array([1, 1, 1]), 9, 0, True))
+    (problem,) = caught.value.problems
+    assert problem.found == "3 rows, packed into 1 sequence"
+    assert problem.hint == "gradient_accumulation_steps=1", "without packing, 3 rows are too few as well"
 
 
 @settings(max_examples=60, deadline=None)
