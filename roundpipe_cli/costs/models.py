@@ -19,8 +19,8 @@ from roundpipe_cli.units import format_count
 
 # Facts on the structure of model types that decide which operators a block launches; no fitted factors.
 
-QKV_BIAS = frozenset({"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "phi", "gpt_oss"})
-OUTPUT_BIAS = QKV_BIAS - {"qwen2", "qwen2_moe"}
+OUTPUT_BIAS = frozenset({"gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "phi", "gpt_oss"})
+QKV_BIAS = OUTPUT_BIAS | {"qwen2", "qwen2_moe", "seed_oss"}
 MLP_BIAS = OUTPUT_BIAS - {"gpt_oss"}
 EXPERT_BIAS = frozenset({"gpt_oss"})
 """Types whose experts and router have a bias."""

@@ -45,7 +45,7 @@ def test_a_blocks_counts_are_the_ledgers(model_type: str, method: str, in_4bit: 
     assert found and [one.off() for one in found] == [[]] * len(found)
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "qwen2"])
+@pytest.mark.parametrize("model_type", ["gemma", "qwen2", "seed_oss"])
 def test_counts_of_types_that_no_recipe_trains_are_the_ledgers(model_type: str) -> None:
     config = tiny_config_of(model_type)
     skeleton, settings = build_skeleton(config, torch.bfloat16), TrainingSettings(64, method="full")
