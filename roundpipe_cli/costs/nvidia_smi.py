@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
+from typing import Any
 
 from roundpipe_cli.costs.hardware import Device, catalogue, find_gpu, gpu_device, part_of
 from roundpipe_cli.costs.memory import grows_segments
@@ -189,20 +190,21 @@ def _seen(cards: Sequence[Listed], instances: dict[str, list[Listed]]) -> list[L
 
 
 def _chosen(cards: list[Listed], instances: dict[str, list[Listed]], names: list[str]) -> list[Listed]:
-    """Cards by number (what follows its digits is left out), cards and instances by the beginning of a UUID. As CUDA
-    and torch, ends at the first name of no GPU, and shows none where one is named twice."""
+    """Cards by number (what follows its digits is left out), or by the beginning of a UUID, as the first name is. As
+    torch, ends at the first name of another kind or of no GPU, and shows none where one is named twice."""
     parts = [one for card in cards for one in instances.get(card.uuid, ())]
-    listed: list[Listed] = []
-    for name in map(str.strip, names):
-        number = re.match(r"\+?(\d+)", name)
-        found = cards[int(number[1]) : int(number[1]) + 1] if number else []
-        if name.startswith(("GPU-", "MIG-")):
-            found = [one for one in (*cards, *parts) if one.uuid.startswith(name)]
-        if len(found) != 1:
-            break
-        if found[0] in listed:
-            return []
-        listed += found
+    kind, listed = names[0][:4], list[Listed]()
+    if kind in ("GPU-", "MIG-"):
+        keys: list[Any] = list(takewhile(lambda name: name.startswith(kind), names))
+        found = [[one for one in (*cards, *parts) if one.uuid.startswith(key)] for key in keys]
+    else:
+        numbers = (re.match(r"[+-]?\d+", name.strip()) for name in names)
+        keys = list(takewhile(lambda key: key >= 0, (int(number[0]) if number else -1 for number in numbers)))
+        found = [cards[key : key + 1] for key in keys]
+    for one in takewhile(lambda those: len(those) == 1, found):
+        listed += one
+    if len(set(keys)) < len(keys) or len(set(listed)) < len(listed):
+        return []
     return [one for one in listed if one.profile][:1] or _seen(listed, instances)
 
 

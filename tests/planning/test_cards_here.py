@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs import nvidia_smi
@@ -92,6 +95,18 @@ def test_the_same_cards_in_the_same_order(machine: str, tmp_path: Path, monkeypa
         assert name.partition(" ")[0].partition("-")[0].upper() in one.name.upper()
     monkeypatch.setenv(nvidia_smi.VISIBLE, ",".join(uuids))  # as a run that starts again names its cards
     assert [device.name for device in visible_gpus()[0]] == [device.name for device in devices]
+
+
+NAMED = ["0", "1", "2", "9", "-1", "-0", "+1x", "", "x", "GPU-1", "GPU-1a", "GPU-1a2b", "GPU-2", "GPU-", "MIG-1"]
+
+
+@given(st.lists(st.builds(str.__add__, st.sampled_from(["", "", "", " "]), st.sampled_from(NAMED)), min_size=1))
+def test_what_is_named_in_any_form_is_what_torch_takes(names: list[str]) -> None:
+    """`GPU-3e4f, 0` counted as two cards, `0,9,0` as one; torch takes one, and none."""
+    cards = [nvidia_smi.Listed(slot.name, slot.uuid, 1, "4", "16") for slot in UNLIKE]
+    with patch.dict(os.environ, {nvidia_smi.VISIBLE: ",".join(names), nvidia_smi.ORDER: "PCI_BUS_ID"}):
+        seen = [card.name for card in cards_of_cuda(UNLIKE)]
+    assert [card.name for card in nvidia_smi._chosen(cards, {}, names)] == seen
 
 
 def test_cuda_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

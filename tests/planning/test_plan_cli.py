@@ -202,7 +202,7 @@ def test_gpus_are_read_from_nvidia_smi(recipe: Path, tmp_path: Path, monkeypatch
     shared = ask(load(recipe, "pipeline.devices=[cuda:1, cuda:1]")).hardware.devices
     assert [device.memory_bytes for device in shared] == [12288 * 1024**2] * 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3e4f, 0")
-    assert [device.name for device in ask(load(recipe)).hardware.devices] == ["Novelty 9000", "rtx-4090"]
+    assert [device.name for device in ask(load(recipe)).hardware.devices] == ["Novelty 9000"]
 
 
 def test_a_type_that_the_processor_emulates_is_in_the_verdict(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
