@@ -583,13 +583,14 @@ def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
 
 
 def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
-    """The question for the GPUs of more memory only, once for each memory size that the others fall short of.
+    """The question for the GPUs of more memory only, once for each memory size that the others fall short of, with all
+    that the recipe leaves open decided for them, as a run on them does.
 
     Stages are sized for the smallest device, since every stage may run on every worker; without the small ones they may
     be larger, and so may what fits.
     """
-    for kept in larger_cards(question.hardware.devices):
-        yield on_devices(question, kept)
+    for kept in larger_cards(question.machine.devices):
+        yield ask_anew(replace(question, machine=replace(question.machine, devices=kept)), question.given)
 
 
 def larger_cards(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:

@@ -111,7 +111,7 @@ def check_fits(question: PlanRequest) -> None:
         best = "; ".join(change.what for change in best_remedies(here, None))
     hint = f"`roundpipe plan {shlex.quote(str(loaded.path))} --solve` names more changes that make it fit"
     hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
-    for fewer in without_small_cards(replace(question, settings=case.settings, hardware=machine)):
+    for fewer in without_small_cards(here):
         if judge_coarsest(fewer).fits:
             hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
             break

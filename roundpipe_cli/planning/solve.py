@@ -37,6 +37,7 @@ from roundpipe_cli.planning.question import (
     ask,
     ask_again,
     ask_anew,
+    larger_cards,
     rows_that_keep_busy,
     without_small_cards,
 )
@@ -289,7 +290,7 @@ class _Trial:
         if asked is None or len(asked.gpus) < asked.num_workers or asked.reads_disk:
             return None  # the formulas are for GPUs, and know no waiting for a disk
         cases = (asked, *without_small_cards(asked))
-        step_s = min(estimated_step_s(asked.loaded.recipe, case) for case in cases)
+        step_s = min(estimated_step_s(case.loaded.recipe, case) for case in cases)
         return None if step_s == math.inf else asked.tokens_per_step / step_s
 
     def may_beat(self, other: _Trial) -> bool:
@@ -398,7 +399,7 @@ def _fits_cards(question: PlanRequest, settings: TrainingSettings, architecture:
     """`fits_coarsest` on the question's devices, or where a plan may leave some out on those of most memory."""
     machines, model = [question.hardware], architecture or question.architecture
     if not question.lists_devices:
-        machines += [fewer.hardware for fewer in without_small_cards(question)][-1:]
+        machines += [replace(question.hardware, devices=kept) for kept in larger_cards(machines[0].devices)][-1:]
     return any(fits_coarsest(model, settings, machine) for machine in machines)
 
 

@@ -153,3 +153,12 @@ def test_only_memory_that_differs_makes_smaller_machines(loaded: LoadedRecipe) -
     for words, expected in counts.items():
         found = [fewer.num_workers for fewer in without_small_cards(ask(loaded, words))]
         assert found == expected
+
+
+def test_what_is_left_open_is_decided_for_the_cards_that_are_left() -> None:
+    """Rows that one card trains in chunks did not fit with a smaller one beside it."""
+    long = load_recipe("gpt-oss-20b", ["max_seq_length=131072"])
+    both, alone = (ask(long, f"{cards},host_memory_gib=128") for cards in ("5090+4070", "1x5090"))
+    (fewer,) = without_small_cards(both)
+    assert both.settings.sequence_chunks == 1 < alone.settings.sequence_chunks
+    assert (fewer.settings, fewer.choices) == (alone.settings, alone.choices)
