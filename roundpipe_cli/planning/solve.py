@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain, combinations, islice, product
 from typing import Any
 
@@ -206,14 +206,14 @@ def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
     """Changes of the recipe with their speeds, the cheapest first."""
     if now is not None and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # no change makes a processor fast enough
-    precision = best_precision(question, now)
+    precision = cache(partial(best_precision, question, now))  # plans that may not be asked for
     ladder = _against_need(question, precision, from_disk=False)
     if now is not None and not question.reads_disk:
         ladder = _against_waiting(question, precision, now)
     found = list[set[str]]()
     for change in ladder:
         planned = _with_speed(question, change)
-        if planned is None or (now is not None and change != precision and planned.speed < now.tokens_per_s):
+        if planned is None or (now and planned.speed < now.tokens_per_s and change != precision()):
             continue
         if now is None or planned.word == "FITS":
             found.append(set(planned.overrides))
@@ -222,8 +222,8 @@ def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
         ladder = _against_need(question, precision, from_disk=True)
         ladder = (one for one in ladder if not any(enough <= set(one.overrides) for enough in found))
         yield from filter(None, (_with_speed(question, one) for one in ladder))
-    elif not found and precision is not None and precision.overrides:
-        yield precision
+    elif not found and (best := precision()) is not None and best.overrides:
+        yield best
 
 
 def best_precision(question: PlanRequest, now: Plan | None) -> Change | None:
@@ -440,9 +440,11 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int | None:
 
 
 AS_IS = Change((), "", 0.0)
+Precision = Callable[[], Change | None]
+"""`best_precision`, asked where its answer is needed."""
 
 
-def _against_need(question: PlanRequest, precision: Change | None, *, from_disk: bool) -> Iterator[Change]:
+def _against_need(question: PlanRequest, precision: Precision, *, from_disk: bool) -> Iterator[Change]:
     """Changes with which the memories hold what is needed, the cheapest first: single ones, pairs of them, shorter
     sequences.
 
@@ -466,7 +468,7 @@ def _against_need(question: PlanRequest, precision: Change | None, *, from_disk:
             yield opening
     packings = _smaller_precisions(question)
     if from_disk and packings:  # the fewest bytes, which take all the time
-        packing = precision if precision is not None and precision.overrides else packings[-1]
+        packing = best if (best := precision()) is not None and best.overrides else packings[-1]
         opening, base = _both(opening, packing), packing.apply(base)
         steps = [step for step in steps if not _keys(step) & _keys(opening)]
         if fits(base):
@@ -491,10 +493,10 @@ def _against_need(question: PlanRequest, precision: Change | None, *, from_disk:
         is_new = not any(one <= keys for one in enough)  # a cheaper change of the same keys is enough
         if is_new and fits(change.apply(base)):
             enough.append(keys)
-            if precision is not None and change.overrides == precision.overrides:
-                yield _both(opening, precision) if opening.overrides else precision
-            elif change not in packings:
+            if change not in packings:
                 yield _both(opening, change)
+            elif (best := precision()) is not None and change.overrides == best.overrides:
+                yield _both(opening, best) if opening.overrides else best
 
 
 def _longest(limit: int, settings: TrainingSettings, fits: Callable[[TrainingSettings], bool]) -> int | None:
@@ -503,7 +505,7 @@ def _longest(limit: int, settings: TrainingSettings, fits: Callable[[TrainingSet
     return tokens if tokens is None or tokens < 64 or tokens == limit else tokens // 64 * 64
 
 
-def _against_waiting(question: PlanRequest, precision: Change | None, now: Plan) -> Iterator[Change]:
+def _against_waiting(question: PlanRequest, precision: Precision, now: Plan) -> Iterator[Change]:
     """Changes with which workers wait less, the cheapest first."""
     recipe, rows = question.loaded.recipe, rows_that_keep_busy(question) or 0
     if (waiting_s := now.exchange.waiting_s) > WAITING_SHARE * now.step_s:  # rows that compute twice as long
@@ -514,8 +516,8 @@ def _against_waiting(question: PlanRequest, precision: Change | None, now: Plan)
         yield Change(overrides, f"a step has {rows:,} rows in place of {recipe.rows_per_step:,}", 0.1)
     if recipe.micro_batch_tokens is None:
         yield Change(("micro_batch_tokens=auto",), "the same step in larger pieces", 0.2)
-    if precision is not None and precision.overrides:
-        yield precision
+    if (best := precision()) is not None and best.overrides:
+        yield best
 
 
 def _candidates(question: PlanRequest) -> Iterator[Change]:

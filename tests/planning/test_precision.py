@@ -17,7 +17,7 @@ from roundpipe_cli.planning.predict import Plan, best_plan, make_plan
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.planning.solve import remedies
 from roundpipe_cli.planning.what_if import summary_of
-from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.recipe.load import load_recipe, load_text
 from scripts.recipe_pages import machine_row
 
 MODELS = {  # model -> a shipped recipe for it
@@ -100,3 +100,11 @@ def test_only_what_can_win_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solve, "best_plan", counted)
     chosen = choose_settings("Qwen/Qwen3-30B-A3B", "4x3090,host_memory_gib=128", Path("recipe.yaml"))
     assert chosen.overrides == () and planned == ["4bit"]
+
+
+def test_no_precision_is_planned_where_more_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: LoRA in four precisions took most of the seconds of full fine-tuning's plan on two machines."""
+    plan = make_plan(load_recipe("quickstart", ["method=full"]), "1x4090,machines=2,network_gb_per_s=0.5")
+    monkeypatch.setattr(solve, "best_precision", pytest.fail)
+    (change,) = remedies(plan)
+    assert change.overrides == ("gradient_accumulation_steps=48",) and change.word == "FITS"
