@@ -12,7 +12,7 @@ from typing import Literal
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError, ResourceError
-from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.predict import Plan, make_plan, what_binds
 from roundpipe_cli.planning.question import Build
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.watchdog import watching
@@ -61,8 +61,10 @@ def summary_of(plan: Plan) -> Summary:
         return _resting("SLOW", {reason: ("disk_gb_per_s", "host_memory_gib")}, hardware)
     if plan.bubble_ratio > WAITING_SHARE:
         waits = f"workers wait {100 * plan.bubble_ratio:.0f} % of the time"
-        reason = f"{waits}, most for the {plan.binds}: {rate}" if plan.binds != "arithmetic" else f"{waits}: {rate}"
-        return _resting("SLOW", {reason: filter(None, [RATE_OF.get(plan.binds)])}, hardware)
+        busy_s = plan.needs_s["arithmetic"] + plan.launches_s  # a wait for launches is not in the bubble
+        most = what_binds({**plan.needs_s, "arithmetic": busy_s, "launches": 0.0}, 0.0)
+        reason = f"{waits}, most for the {most}: {rate}" if most != "arithmetic" else f"{waits}: {rate}"
+        return _resting("SLOW", {reason: filter(None, [RATE_OF.get(most)])}, hardware)
     return Summary("FITS")
 
 
