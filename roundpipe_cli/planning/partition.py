@@ -12,7 +12,7 @@ from roundpipe_cli.planning.search.batch import INFEASIBLE, BatchScorer, RoundCh
 from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
 from roundpipe_cli.planning.search.stages import StageSums
-from roundpipe_cli.units import format_bytes
+from roundpipe_cli.units import counted, format_bytes
 
 MIN_ROUNDS, LEAST_ROUNDS = 40, 8
 """Least numbers of chained rounds that judge a plan for staleness 1, of a model with up to `DENSE` layers and of the
@@ -210,17 +210,17 @@ def _shape(best: Candidate) -> str:
     sizes = best.sizes
     forward, later = sizes[: best.num_forward], sizes[best.num_forward + 1 :]
     fused = sizes[best.num_forward] - 1
-    head = "the head alone" if not fused else f"the head and the last {fused} layers, which are not recomputed"
-    parts = [f"{len(forward)} forward stages of {_span(forward)} layers"] if forward else []
-    parts.append(f"{best.num_stages - best.num_forward} backward stages, the first with {head}")
+    head = "the head alone" if not fused else f"the head and {counted(fused, 'layer')} before it, not recomputed"
+    parts = [f"{counted(len(forward), 'forward stage')} of {_span(forward)}"] if forward else []
+    parts.append(f"{counted(best.num_stages - best.num_forward, 'backward stage')}, the first with {head}")
     if later:
-        parts.append(f"the others of {_span(later)} layers")
+        parts.append(f"the others of {_span(later)}")
     return ", ".join(parts) + "."
 
 
 def _span(sizes: Sequence[int]) -> str:
     low, high = min(sizes), max(sizes)
-    return str(low) if low == high else f"{low} to {high}"
+    return counted(low, "layer") if low == high else f"{low} to {high} layers"
 
 
 def _does_not_fit(task: _Task) -> ResourceError:

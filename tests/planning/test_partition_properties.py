@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_every_layer_once_in_both_directions(num_workers: int, num_microbatches:
         case = SimulationCase(costs, num_workers, num_microbatches, accounting=accounting)
         plan = plan_partition(case, SMALL)
         check_cover(plan, len(costs.layers))
-        assert plan.explanation
+        assert plan.explanation and not re.search(r"\b1 \w+ ?stages|\b(?<!to )1 layers", plan.explanation[0])
         if accounting == "published":
             assert plan.microbatches_per_round == len(plan.workers)
         busy = num_microbatches * sum(layer.forward_s + layer.backward_s for layer in costs.layers)
