@@ -370,7 +370,8 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
 def longest_sequences(question: PlanRequest) -> dict[str, tuple[int, int]]:
     """See `Solution.longest`: all else equal, and where they are longer so, with the feed-forward part in pieces and,
     with LoRA, in the next lower precision; empty where none fits."""
-    settings, found = _as_asked(question), dict[str, tuple[int, int]]()
+    on_disk, found = question.settings.weights_on_disk, dict[str, tuple[int, int]]()
+    settings = replace(_as_asked(question), weights_on_disk=on_disk)
     changes = [one for one in _candidates(question) if one.overrides == (f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}",)]
     changes += _smaller_precisions(question)[:1] if settings.method == "lora" else []
     for change in (AS_IS, *changes):

@@ -75,6 +75,13 @@ def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None
     assert "few even cuts" in answer.explanation[0]
 
 
+def test_the_longest_rows_are_no_shorter_than_those_that_fit() -> None:
+    """`--solve` said `longest max_seq_length: none` of a plan whose weights come from the disk."""
+    answer = make_plan(load_recipe("qwen3-8b", ["max_seq_length=2048"]), "1x3060,host_memory_gib=12")
+    longest = solve(answer).max_seq_length
+    assert answer.verdict.fits and answer.question.reads_disk and longest is not None and longest >= 2048
+
+
 def test_a_235b_mixture_of_experts_in_little_memory() -> None:
     words = ("plan", "qwen3-32b", "model=Qwen/Qwen3-235B-A22B", "--hardware", "8x4090", "--solve", "--json")
     done = python(
