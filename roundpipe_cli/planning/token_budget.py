@@ -69,7 +69,8 @@ def budgets(recipe: Recipe) -> list[int]:
 
 
 def fastest(recipe: Recipe, cases: Mapping[int, Case]) -> int:
-    """The largest of the fastest budgets on GPUs; the smallest if none fits.
+    """The largest of the fastest budgets on GPUs; the smallest if none fits, or with weights from the disk, where
+    launches take no time that shows and workers wait longer for larger microbatches.
 
     Args:
         cases: the recipe with microbatches of so many tokens.
@@ -78,7 +79,8 @@ def fastest(recipe: Recipe, cases: Mapping[int, Case]) -> int:
     least_s = min(times_s.values())
     if least_s == math.inf:
         return min(cases)
-    return max(tokens for tokens, step_s in times_s.items() if step_s <= (1 + TIE) * least_s)
+    ties = [tokens for tokens, step_s in times_s.items() if step_s <= (1 + TIE) * least_s]
+    return min(ties) if any(case.settings.weights_on_disk for case in cases.values()) else max(ties)
 
 
 def estimated_step_s(recipe: Recipe, case: Case) -> float:
