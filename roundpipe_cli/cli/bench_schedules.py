@@ -185,6 +185,8 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
         say(f"note: {note}")
     if (machines := used.hardware.machines) > 1:
         say(f"note: a step on one of {machines} machines, without their exchange of gradients")
+    if used.loaded.recipe.objective_kind.num_passes:
+        say("note: without the base model's forward, which answers are compared with")
     if used.num_workers < question.num_workers:
         say(f"note: as in `plan`, on {used.num_workers} of {question.num_workers} GPUs")
     return used

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.cli.bench import bench
+from roundpipe_cli.cli.bench_schedules import request_of
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
@@ -111,6 +112,12 @@ def test_workers_without_work_are_told(tmp_path: Path) -> None:
     assert "9 of 12 workers have nothing to do, with 3 layers and 4 microbatches: gpipe" in done.stderr
     assert "microbatches: roundpipe" in " ".join(done.stderr.split()), "each is named once"
     assert "note" not in invoke(write(tmp_path, costs_of())).stderr
+
+
+def test_what_a_step_leaves_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of `bench` took three quarters of that of `plan`, and nothing said why."""
+    request_of("preferences", [], "1x3090")
+    assert "note: without the base model's forward" in capsys.readouterr().err
 
 
 def test_refused_counts(tmp_path: Path) -> None:
