@@ -717,7 +717,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
     elif cut.microbatches_per_round and (rows := rows_that_keep_busy(question)) is not None:
         enough = rows // question.loaded.recipe.micro_batch_size
         lines.append(
-            f"note: {settings.num_microbatches} microbatches a step are few for "
+            f"note: a step of {counted(settings.num_microbatches, 'microbatch')} is short for "
             f"{counted(question.num_workers, 'worker')}; gradient_accumulation_steps={enough} makes the bubble smaller"
         )
     return tuple(lines)
