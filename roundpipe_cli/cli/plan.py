@@ -89,7 +89,7 @@ def _cost_lines(answer: Plan, length: RunLength, time: Forecast) -> list[str]:
     run, each = cost_of_run(answer, length, time), answer.dollars_per_billion_tokens
     of_run = "" if run is None else f"${run:,.2f} for the run, "
     hardware = answer.question.hardware
-    at = f"at ${hardware.price} an hour{' for each machine' if hardware.machines > 1 else ''}"
+    at = f"at ${hardware.price or 0:,g} an hour{' for each machine' if hardware.machines > 1 else ''}"
     return [] if each is None else [f"  cost            {of_run}${each:,.0f} for a billion tokens, {at}"]
 
 

@@ -143,4 +143,5 @@ def test_a_price_gives_costs_of_the_run_and_a_billion_tokens(recipe: str, capsys
     assert predicted["dollars_per_billion_tokens"] == pytest.approx(dollars)
     said = f"  cost            ${predicted['dollars_of_run']:,.2f} for the run, ${dollars:,.0f} for a billion tokens"
     assert f"{said}, at $0.5 an hour" in verdict_lines(plan)
+    assert any(line.endswith("at $2 an hour") for line in verdict_lines(priced(plan, 2.0))), "it was $2.0"
     assert not any("cost " in line for line in verdict_lines(second.plan))
