@@ -114,8 +114,8 @@ def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary |
         rows=int(data["rows_kept"]) if "rows_kept" in data else None,
         loss=_of(last, "loss"),
         best_evaluation=min((loss for _, loss in evaluations), default=None),
-        tokens_per_s=measured.get("tokens_per_s") or _median(rows, "tokens_per_s"),
-        bubble_ratio=measured.get("bubble_ratio", _median(rows, "bubble_ratio")),
+        tokens_per_s=_median(rows, "tokens_per_s") or measured.get("tokens_per_s"),
+        bubble_ratio=_median(rows, "bubble_ratio", of=statistics.median_low) or measured.get("bubble_ratio"),
         losses=steps,
         evaluations=evaluations,
         recipe=recipe,
@@ -135,8 +135,10 @@ def _of(row: Mapping[str, Any], key: str) -> float | None:
     return float(value) if abs(value) < events.MAX_NUMBER else None
 
 
-def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return statistics.median([value for row in rows if (value := _of(row, key)) is not None] or [0.0]) or None
+def _median(
+    rows: Sequence[Mapping[str, Any]], key: str, *, of: Callable[[Sequence[float]], float] = statistics.median
+) -> float | None:
+    return of([value for row in rows if (value := _of(row, key)) is not None] or [0.0]) or None
 
 
 LEFT_OUT = frozenset({"output_dir", "run_name", "hub_model_id", "resume_from_checkpoint"})

@@ -86,6 +86,17 @@ def test_a_folder_without_runs_is_refused(folder: Path, monkeypatch: pytest.Monk
     assert why in said("runs", where, code=2)[1]
 
 
+def test_speeds_are_of_the_whole_run_however_often_it_was_resumed(folder: Path, tmp_path: Path) -> None:
+    """Story: a report's are of the steps since the last resume, so a resumed run was compared by its last step."""
+    shutil.copytree(folder / "outputs" / "one", tmp_path / "one")
+    report = json.loads((tmp_path / "one" / "report.json").read_text())
+    whole = {key: report["measured"][key] for key in ("tokens_per_s", "bubble_ratio")}
+    report["measured"] |= {"steps": 1, "first_step": 3, "tokens_per_s": 1.0, "bubble_ratio": 0.9}
+    (tmp_path / "one" / "report.json").write_text(json.dumps(report))
+    (row,) = json.loads(said("runs", str(tmp_path), "--json")[0])["runs"]
+    assert {key: row[key] for key in whole} == whole
+
+
 def test_a_folder_that_cannot_be_read_hides_no_other(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "outputs" / "one", tmp_path / "one")
     for name in ("pipe", "huge"):
