@@ -30,6 +30,7 @@ from roundpipe_cli.events import (
     EvaluationFinished,
     Event,
     Notice,
+    Phase,
     RunStarted,
     RunStopped,
     Sample,
@@ -114,20 +115,21 @@ def test_what_was_said_before_the_file_is_open_is_in_it(tmp_path: Path) -> None:
 
 
 def test_words_are_shown_behind_the_step_that_they_followed(tmp_path: Path) -> None:
-    """Story: `watch` and the page said that a device was lost at step 4, and then showed step 3."""
+    """Story: `watch` and the page said that a device was lost at step 4, and then showed step 3; and that a step
+    was over while a run evaluated."""
     lost = DeviceLost(0.0, 1, "cuda:1", "step 4", "CUDA error", ("cuda:0",))
     first = StepFinished(1, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
     steps = [replace(first, step=step) for step in (1, 2, 3, 4)]
-    record(tmp_path, [*steps[:3], lost, steps[3], RunStopped("why")])
+    record(tmp_path, [*steps[:3], lost, steps[3], Phase("evaluating"), RunStopped("why")])
 
     def told() -> list[Event]:
         rows = [json.dumps(metrics_row(step)) + "\n" for step in steps]
         (tmp_path / METRICS_NAME).write_text("".join(rows))
         return [event for _, event in RunFiles(tmp_path).poll()[1]]
 
-    assert [getattr(event, "step", type(event)) for event in told()] == [1, 2, 3, DeviceLost, 4, RunStopped]
+    assert [getattr(event, "step", type(event)) for event in told()] == [1, 2, 3, DeviceLost, 4, Phase, RunStopped]
     record(tmp_path, [EVENTS[1], steps[2], steps[3]], first_step=2)
-    order = [1, 2, DeviceLost, RunStopped, RunStarted, 3, 4]
+    order = [1, 2, DeviceLost, Phase, RunStopped, RunStarted, 3, 4]
     assert [getattr(event, "step", type(event)) for event in told()] == order
 
 

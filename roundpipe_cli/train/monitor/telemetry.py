@@ -31,6 +31,7 @@ from roundpipe_cli.events import (
     DeviceSample,
     Event,
     Notice,
+    Phase,
     RunStarted,
     RunStopped,
     Sample,
@@ -327,7 +328,7 @@ class EventRecorder:
     def _write(self, event: Event, time_s: float | None = None) -> None:
         if self._file is None:
             return
-        place = {"after": self._num_done} if isinstance(event, (Notice, DeviceLost, RunStopped)) else {}
+        place = {"after": self._num_done} if isinstance(event, (Notice, DeviceLost, Phase, RunStopped)) else {}
         line = _line({"t": round(self.clock() if time_s is None else time_s, 3), **place, **encode(event)})
         with self._failing_softly():
             if os.write(self._file, line) < len(line):
