@@ -24,7 +24,7 @@ from roundpipe_cli.events import (
     run_clock,
 )
 from roundpipe_cli.heap import UnusedHeap
-from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
@@ -353,9 +353,9 @@ class Trainer:
         checkpoint.tensors.clear()
         self._log.earlier_s = state.training_s
         seen = state.evaluation
-        others = meta["recipe"].get("eval_datasets") != plain_data(self.recipe)["eval_datasets"]
+        others = self.setup.eval_rows and meta.get("eval_hash") != self.setup.eval_hash
         if seen.best_step is not None and others:
-            self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
+            self._say("evaluation: other rows than before: the search for the best evaluation begins anew")
             seen = SavedEvaluation(last_step=seen.last_step, last_loss=seen.last_loss)
         self.steps.restore(state, meta["fit"])
         self.sampler.seek(self._rest.position)

@@ -278,6 +278,19 @@ def test_patience_counts_evaluations_since_the_best(
     assert evaluated(monkeypatch, again, losses) == want
 
 
+def test_the_best_of_other_rows_is_sought_anew(tmp_path: Path, two_blocks: Path, monkeypatch: Any) -> None:
+    """Story: only another path was noticed; rows that were edited were compared with those before."""
+    path, told = write_rows(tmp_path / "val.jsonl", 3), list[Event]()
+    words = (f"eval_datasets=[{{path: {path}}}]", "eval_steps=1", "save_steps=1", "max_steps=2")
+    first = trainer_of(tmp_path / "first", two_blocks, *words)
+    assert evaluated(monkeypatch, first, [1, 2]) == [(1, True), (2, False)]
+    write_rows(path, 4)
+    checkpoint = load_newest(first.output_dir, first.output_dir / "step-00000001")
+    again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint, tell=told.append)
+    assert evaluated(monkeypatch, again, [1, 2]) == [(1, True), (2, True)]
+    assert any("the search for the best evaluation begins anew" in str(event) for event in told)
+
+
 def test_best_weights_stay_until_the_checkpoint_that_names_them_is_replaced(
     tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def run_state(setup: Setup) -> dict[str, Any]:
         "tool_version": __version__,
         "recipe": plain_data(setup.recipe),
         "data_hash": setup.dataset.content_hash,
+        "eval_hash": setup.eval_hash,
         "tokenizer_hash": tokenizer_hash(setup.tokenizer),
         "model_commit": setup.source.commit,
         "model_hash": setup.model_hash,

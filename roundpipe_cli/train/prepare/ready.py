@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,15 @@ class Setup:
         """Tokens for which the LM head computes logits at once."""
         config: Any = self.model.config
         return head_chunk_tokens(self.recipe.head_chunk_tokens, config.get_text_config().vocab_size)
+
+    @functools.cached_property
+    def eval_hash(self) -> str:
+        """SHA-256 over all that an evaluation reads of its rows."""
+        digest = hashlib.sha256()
+        for row in self.eval_rows:
+            for array in (row.input_ids, row.labels, row.weights):
+                digest.update(b"" if array is None else array.tobytes())
+        return digest.hexdigest()
 
     @functools.cached_property
     def probe(self) -> Probe:
