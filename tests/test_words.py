@@ -27,7 +27,17 @@ from tests.support.e2e import fresh, python
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(getattr(typer.main.get_command(app), "commands", {}))
 IN_COMMAND = re.compile(rf"(\broundpipe ({'|'.join(COMMANDS)})|mkdir -p)\b[^`\n;]*$")
-QUOTED_BEFORE = {"words", "epochs", "folder", "' '.join(given)", "HERE", "path[0]", "recipe", "self.hardware"}
+QUOTED_BEFORE = {
+    "words",
+    "epochs",
+    "again(recipe)",
+    "folder",
+    "' '.join(given)",
+    "HERE",
+    "path[0]",
+    "recipe",
+    "self.hardware",
+}
 """Values in commands that are quoted already, or have no space: numbers, keys, names of devices and shipped recipes."""
 RECIPE_COMMANDS = ["cp", "keys", "ls", "show", "validate"]
 

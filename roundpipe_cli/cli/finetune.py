@@ -82,13 +82,15 @@ def few_updates(recipe: Recipe, output_dir: Path, words: str) -> str | None:
         words: recipe and overrides of the command.
     """
     from roundpipe_cli.dashboard.html import read_report
+    from roundpipe_cli.train.checkpoint.output_dir import again
     from roundpipe_cli.train.prepare.learning_rate import rate_schedule_of
     from roundpipe_cli.train.prepare.steps import LEAST_UPDATES, enough_epochs
 
-    steps = read_report(output_dir).get("num_steps") or LEAST_UPDATES
+    report = read_report(output_dir)
+    steps, has_stopped = report.get("num_steps") or LEAST_UPDATES, (report.get("evaluation") or {}).get("stopped_early")
     per_epoch = steps / recipe.num_train_epochs
     epochs = enough_epochs(round(per_epoch))
-    if recipe.max_steps is not None or steps >= LEAST_UPDATES or epochs <= recipe.num_train_epochs:
+    if has_stopped or recipe.max_steps is not None or steps >= LEAST_UPDATES or epochs <= recipe.num_train_epochs:
         return None
     schedule = rate_schedule_of(recipe, longer := round(epochs * per_epoch))
     peak = max(range(steps, longer), key=schedule)
@@ -97,7 +99,7 @@ def few_updates(recipe: Recipe, output_dir: Path, words: str) -> str | None:
     rates += highest * (schedule(peak) > schedule(steps))
     return (
         f"only {counted(steps, 'update')}, which hardly change the answers: "
-        f"roundpipe finetune {words} num_train_epochs={epochs} --resume\n"
+        f"roundpipe finetune {words} num_train_epochs={epochs} {again(recipe)}\n"
         f"  the learning rate then follows the schedule of {longer} updates: {rates}, and falls to "
         f"{schedule(longer - 1):.2g}"
     )

@@ -27,6 +27,7 @@ from roundpipe_cli.heap import UnusedHeap
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
+from roundpipe_cli.train.checkpoint.output_dir import again, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.remaining import remaining
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation, check_state, check_tensors, run_state
@@ -264,7 +265,7 @@ class Trainer:
         if stop and not last:
             self._machines.nodes.leave()
             how = "stopped" if self._signals.asked_by_key else f"stopped by {stop.name}"
-            hint = "the same command with --resume continues"
+            hint = f"the same command with {again(self.recipe)} continues"
             if self._machines.nodes.is_first:  # elsewhere nothing is kept
                 folder = shlex.quote(str(self.output_dir))
                 hint += f"; `roundpipe generate {folder}` tries it as it is, `export` takes it"
@@ -361,6 +362,8 @@ class Trainer:
         self.sampler.seek(self._rest.position)
         epochs = f"epoch {self.sampler.epochs_done:.2f}"
         self._say(f"resuming after step {checkpoint.step}, {epochs}, from {checkpoint.folder}", self._rest.other_rows)
+        if named_checkpoint(self.recipe) is not None:
+            self._say(f"after a stop, {again(self.recipe)} continues; without that key the run begins here again")
         old_steps = state.num_steps
         if old_steps != self.num_steps:
             old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate

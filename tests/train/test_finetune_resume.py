@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -144,6 +145,21 @@ def test_a_finished_result_of_which_a_file_is_gone_is_written_again(work: Path, 
     for checkpoint in out.glob("step-*"):
         shutil.rmtree(checkpoint)
     assert "a result without adapter_config.json" in finetune(work, "--resume").expect(6).err
+
+
+def test_a_run_that_went_back_continues_where_it_stopped(work: Path) -> None:
+    """Story: the hint said `the same command with --resume`, which goes back once more and sets the new steps aside."""
+    running = launch(
+        work, "finetune", "recipe.yaml", *GO_BACK, environment={"ROUNDPIPE_FAULT": "optimizer:slow=2:step=6"}
+    )
+    running.wait_until(lambda: num_lines(work / "out" / "metrics.jsonl") == 6)
+    running.kill(signal.SIGTERM)
+    stopped = running.finish().expect(128 + signal.SIGTERM)
+    words = re.findall(r"(--resume resume_from_checkpoint=auto) continues", stopped.err)
+    assert len(words) == 2, "at its start, for a kill, and at its end"
+    step = len(metrics(work / "out"))
+    done = finetune(work, *GO_BACK, *words[0].split()[1:]).expect(0)
+    assert f"resuming after step {step}," in done.err and step > 4
 
 
 def test_what_changed_is_refused_with_a_diff_or_allowed(halfway: Path, whole: Path) -> None:
@@ -406,8 +422,8 @@ def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stoppe
 def test_a_run_that_stopped_early_needs_more_patience(folder: Path) -> None:
     shutil.copy(folder / "rows.jsonl", folder / "eval.jsonl")
     keys = ("eval_datasets=[{path: eval.jsonl}]", "eval_steps=1", "learning_rate=2.0")
-    finetune(folder, *keys, "early_stopping_patience=1").expect(0)
-    assert len(metrics(folder / "out")) < 9
+    stopped = finetune(folder, *keys, "early_stopping_patience=1").expect(0)
+    assert len(metrics(folder / "out")) < 9 and "num_train_epochs=" not in stopped.err, "which would be refused"
     again = finetune(folder, *keys, "early_stopping_patience=1", "--resume").expect(0)
     assert "this run is finished" in again.err
     done = finetune(folder, *keys, "early_stopping_patience=1", "num_train_epochs=4", "--resume").expect(2)

@@ -181,6 +181,11 @@ def named_checkpoint(recipe: Recipe) -> Path | None:
     return None if named in (None, "auto") else named_path(str(named))
 
 
+def again(recipe: Recipe) -> str:
+    """Words behind a run's command that continue it from its newest checkpoint."""
+    return "--resume" + (" resume_from_checkpoint=auto" if named_checkpoint(recipe) is not None else "")
+
+
 def is_of_other_run(recipe: Recipe, folder: Path) -> bool:
     """Whether `resume_from_checkpoint` names a checkpoint outside of `folder`, the output directory.
 
