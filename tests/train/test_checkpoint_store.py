@@ -21,6 +21,7 @@ from safetensors import safe_open
 from roundpipe_cli import files as durable
 from roundpipe_cli.errors import InternalError, NoCheckpointError, ResourceError, RoundpipeError
 from roundpipe_cli.events import CheckpointSaved, Event
+from roundpipe_cli.train.checkpoint import reading
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
@@ -123,6 +124,20 @@ def test_resuming_from_an_earlier_one_leaves_the_abandoned_future(tmp_path: Path
     _save(tmp_path, 25, keep=5)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [25, 20]
     _assert_is(load_newest(tmp_path), 25)
+
+
+def test_one_that_a_run_removes_while_it_is_read_is_not_called_damaged(tmp_path: Path, monkeypatch: Any) -> None:
+    """Story: `export` of a checkpoint that was rotated said that nothing was deleted."""
+
+    def load(folder: Path, step: int) -> Checkpoint:
+        shutil.rmtree(folder)
+        raise DamagedError(folder / "moments.safetensors", "no such file", "a file")
+
+    path, said = _save(tmp_path, 5), list[str]()
+    monkeypatch.setattr(reading, "_load", load)
+    with pytest.raises(NoCheckpointError, match="take a newer one"):
+        load_newest(tmp_path, path, said.append)
+    assert "was removed meanwhile" in said[0]
 
 
 def test_saving_a_step_again(tmp_path: Path) -> None:

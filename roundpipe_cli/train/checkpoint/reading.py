@@ -67,11 +67,15 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = N
         except DamagedError as damage:
             damages.append(str(damage))
             if warn is not None:
-                warn(f"checkpoint {folder.name} is damaged and passed over: {damage}")
+                state = "is damaged" if os.path.lexists(folder) else "was removed meanwhile"
+                warn(f"checkpoint {folder.name} {state} and passed over: {damage}")
+    is_gone = not any(os.path.lexists(folder) for _, folder in candidates)
     error = NoCheckpointError(
         f"no valid checkpoint to resume from: tried {', '.join(folder.name for _, folder in candidates)}",
         where=str(path or output_dir),
-        hint="nothing was deleted; restore one from a copy, or start afresh with another output_dir=",
+        hint="a run that goes on here has removed it meanwhile; take a newer one"
+        if is_gone
+        else "nothing was deleted; restore one from a copy, or start afresh with another output_dir=",
     )
     error.problems += tuple(Problem(damage) for damage in damages)
     raise error
