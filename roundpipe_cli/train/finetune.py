@@ -158,8 +158,8 @@ def _base_of(
 def _check_base(setup: Setup, checkpoint: Checkpoint | None, loaded: LoadedRecipe, start: Start, *, tell: Tell) -> None:
     """Refuse a run that continues as another one, or an adapter of another base model."""
     if checkpoint is not None:
-        check_unchanged(checkpoint.meta, setup, start.allow_changed)
-        tell_notices(tell, describe_other_bits(checkpoint.meta, setup))
+        changed = check_unchanged(checkpoint.meta, setup, start.allow_changed)
+        tell_notices(tell, *changed, describe_other_bits(checkpoint.meta, setup))
     elif (folder := start_folder(loaded)) is not None:
         same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
         tell_notices(tell, same(folder, setup.source, allowed=start.allow_other_base))

@@ -184,6 +184,8 @@ def test_what_changed_is_refused_with_a_diff_or_allowed(halfway: Path, whole: Pa
     allowed = [f"--allow-changed={key}" for key in keys]
     done = finetune(folder, "--resume", *changes, *allowed).expect(0)
     assert [row["step"] for row in metrics(out)][:8] == list(range(2, 10))
+    assert "note: learning_rate: 0.02 from here on, 0.01 until now (--allow-changed learning_rate)\n" in done.err
+    assert done.err.count("--allow-changed") == (out / "events.jsonl").read_text().count("--allow-changed") == len(keys)
     assert numbers(out)[:3] == numbers(whole / "out")[1:4]
     report, last = report_of(out), metrics(out)[-1]["loss"]
     assert report["loss"]["first"] is None and report["loss"]["last"] == last != metrics(whole / "out")[-1]["loss"]

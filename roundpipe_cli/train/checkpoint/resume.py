@@ -276,8 +276,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
-def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[str]) -> None:
-    """Refuse to continue a run under other conditions.
+def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[str]) -> list[str]:
+    """Refuse to continue a run under other conditions; in words, what changed and is allowed to.
 
     Args:
         saved: meta of the checkpoint.
@@ -286,7 +286,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     Raises:
         RecipeError: every other changed key with its old and new value.
     """
-    problems = []
+    problems, accepted = [], list[str]()
     old_recipe = _with_newer_keys(saved["recipe"])
     changes = _recipe_changes(saved["recipe"], plain_data(setup.recipe))
     for key, name, now in (
@@ -309,7 +309,11 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         changes = [change for change in changes if change[0] not in MICROBATCH_KEYS]
     for key, old, new in changes:
         word = key.split(" ")[0]
-        if word not in {name.split(" ")[0] for name in allowed}:
+        if word in {name.split(" ")[0] for name in allowed}:
+            accepted.append(
+                f"{key}: {short_json(new)} from here on, {short_json(old)} until now (--allow-changed {word})"
+            )
+        else:
             way = f"{REMOVED[key]}: add" if key in REMOVED else "put the old value back, or add"
             problems.append(
                 Problem(
@@ -322,6 +326,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
             )
     if problems:
         raise RecipeError(problems)
+    return accepted
 
 
 def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
