@@ -49,7 +49,7 @@ def shared_mode(mode: int) -> int:
 _CHUNK_BYTES = 8 * 1024**2
 _TELL_S = 0.25
 AGAIN = "run the command again, or name a folder on another disk"
-RESUME_AGAIN = "run the command again with --resume, or with output_dir= on another disk"
+RESUME_AGAIN = "run the command again, with --resume if there is a checkpoint, or with output_dir= on another disk"
 """Next steps once a disk has room: of any command, and of a run that has begun."""
 
 

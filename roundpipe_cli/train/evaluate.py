@@ -38,6 +38,7 @@ from roundpipe_cli.train.checkpoint.output_dir import best_folder, list_best, li
 from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
+from roundpipe_cli.train.finite import LOWER_RATE
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.preference import score_answers
 from roundpipe_cli.train.prepare.base_files import end_tokens
@@ -125,7 +126,7 @@ class Evaluator:
                 "the loss of the evaluation is not finite",
                 where=f"after step {done}",
                 found=f"loss {loss}",
-                hint="the last checkpoint is good; lower learning_rate, then --resume",
+                hint=f"the last checkpoint is good; {LOWER_RATE}",
             )
         seen = self._seen
         best = seen.best_loss is None or loss < seen.best_loss

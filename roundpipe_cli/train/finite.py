@@ -19,6 +19,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 """With more steps left out in a row than these, the weights are the cause, not the rows."""
 
 IN_FLOAT16 = "values above 65,504 overflow in float16: dtype=bfloat16 or dtype=float32 has room; if that is not all, "
+LOWER_RATE = "lower learning_rate, then --resume --allow-changed learning_rate"
 
 
 class FiniteGuard:
@@ -77,6 +78,6 @@ class FiniteGuard:
             where=f"step {shown_step(step)}",
             found=found,
             hint=(IN_FLOAT16 if self._is_float16 else "")
-            + "the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
-            "such steps out with on_nonfinite=skip",
+            + f"the last checkpoint is good; look at these rows, or {LOWER_RATE}; or leave such steps out with "
+            "on_nonfinite=skip",
         )

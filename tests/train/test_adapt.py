@@ -236,6 +236,7 @@ def test_not_finite_stops_before_the_update(folder: Path, whole: Path) -> None:
     for fault in FAULTS:
         done = finetune(folder, *words, fault=fault).expect(4)
         assert "error: step 4: the" in done.err and "is not finite: stopped before the update" in done.err, fault
+        assert "--resume --allow-changed learning_rate" in done.err, "without it the lower one is refused"
         found = sorted(int(line) for line in re.findall(r"rows\.jsonl:(\d+)", done.err))
         assert found == sorted(row + 1 for row in rows) and len(rows) == 4, "those of step 4"
         assert "--resume" in done.err and numbers(out) == numbers(whole / "out")[:3]
