@@ -9,13 +9,12 @@ from pathlib import Path
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Tell, run_clock, tell_notices
-from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.head import loss_name
 from roundpipe_cli.model.trained_on import check_trained_on
 from roundpipe_cli.planning.question import PlanRequest, ask_again
 from roundpipe_cli.planning.run_plan import check_fits
-from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.checkpoint.output_dir import (
     OutputDir,
@@ -137,7 +136,6 @@ def run_finetune(
             left = trainer.num_steps - (0 if checkpoint is None else checkpoint.step)
             here = partial(ask_here, loaded, asked)
             tell_forecast(here, setup.recipe, trainer.sampler, left, machines=machines.nodes.count, tell=tell)
-            write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
             trainer.run(start.lost_at)
 
 

@@ -23,7 +23,9 @@ from roundpipe_cli.events import (
     Tell,
     run_clock,
 )
+from roundpipe_cli.files import write_atomically
 from roundpipe_cli.heap import UnusedHeap
+from roundpipe_cli.recipe.load import resolved_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
@@ -137,6 +139,7 @@ class Trainer:
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             self._log.earlier_losses = rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
+        write_atomically(self.output_dir / "recipe.yaml", resolved_yaml(self.recipe).encode(), mode=0o644)
         told = self.recipe if self._machines.nodes.is_first else replace(self.recipe, report_to=())
         with (
             self._recorder.opened(first_step) as recorder,

@@ -394,7 +394,9 @@ def test_a_checkpoint_that_was_moved_away_is_one_to_go_back_to(work: Path) -> No
 def test_a_finished_run_is_trained_further(work: Path, words: str, last: int) -> None:
     """Story: it said that it was finished. The old result is kept; what becomes of the learning rate is said."""
     out, old = work / "out", (work / "out" / ADAPTER).read_bytes()
+    told = {name: (out / name).read_bytes() for name in ("recipe.yaml", "README.md", "report.html")}
     done = finetune(work, "--resume", words).expect(0)
+    assert {name: (out / "result-00000009" / name).read_bytes() for name in told} == told
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, last + 1))
     assert (out / "result-00000009" / "report.json").exists() and (out / ADAPTER).read_bytes() != old

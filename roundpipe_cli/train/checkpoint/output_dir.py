@@ -143,6 +143,8 @@ def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 MARKER_NAME = ".roundpipe"
+MADE_BY = "with RoundPipe CLI"
+"""Words in each model card of ours."""
 LAST_NAMES = ("config.json", "adapter_config.json")
 """Files of a result that are renamed last: without them the folder does not count as a model."""
 

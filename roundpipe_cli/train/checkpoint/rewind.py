@@ -1,7 +1,7 @@
 """Before a run continues from a checkpoint: what it did after that one is set aside, then cut out of its records.
 
     metrics.jsonl, eval.jsonl       -> a copy beside them, if they were changed by another program
-    report.json, adapter or model   -> result-00000012/          if steps are left to train
+    report.json, adapter or model   -> result-00000012/          if steps are left to train; with card, page, recipe
     step-00000012, best-00000010    -> set-aside-step-00000012   one rename each, newest first
     fsync of the folder
     metrics.jsonl, eval.jsonl       -> the rows up to the checkpoint's step
@@ -25,6 +25,7 @@ from roundpipe_cli.regular_files import json_objects, read_json_of_ours, read_re
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
 from roundpipe_cli.train.checkpoint.output_dir import (
     LAST_NAMES,
+    MADE_BY,
     SET_ASIDE_PREFIX,
     best_folder,
     free_name,
@@ -216,6 +217,12 @@ def _set_result_aside(output_dir: Path, say: Say) -> None:
             target = free_name(target)
             target.mkdir()
         (output_dir / REPORT_NAME).rename(target / REPORT_NAME)
+        for name in ("recipe.yaml", "README.md", "report.html"):  # the run that continues writes others
+            path = output_dir / name
+            if path.is_file() and (name != "README.md" or MADE_BY.encode() in path.read_bytes()):
+                write_atomically(target / name, path.read_bytes(), mode=0o644)
+                if name != "recipe.yaml":  # a run that is killed before it writes its own has this one
+                    path.unlink()
         say(f"the run continues: its result after step {last} is kept in {target}")
     for report in sorted(output_dir.glob(f"result-*/{REPORT_NAME}")):
         names = [name for name in _result_names(output_dir, report) if (output_dir / name).is_file()]

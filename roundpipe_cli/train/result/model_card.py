@@ -20,7 +20,7 @@ from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, trained_tokens
 from roundpipe_cli.model.load import has_tokenizer
 from roundpipe_cli.regular_files import read_regular
-from roundpipe_cli.train.checkpoint.output_dir import MAX_FILE_BYTES, read_values
+from roundpipe_cli.train.checkpoint.output_dir import MADE_BY, MAX_FILE_BYTES, read_values
 from roundpipe_cli.train.prepare.base_files import ESCAPED
 from roundpipe_cli.train.result.gguf_types import ADAPTER_GGUF, GGUF_NAME
 
@@ -67,9 +67,6 @@ def write_run_card(output_dir: Path) -> None:
             return
     card = model_card(output_dir, base=None, merged=not (output_dir / ADAPTER_CONFIG).is_file())
     write_atomically(path, card.encode(errors=ESCAPED), mode=0o644)
-
-
-MADE_BY = "with RoundPipe CLI"
 
 
 def _use_whole(gguf: bool) -> list[str]:
