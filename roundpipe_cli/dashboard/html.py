@@ -375,9 +375,10 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
         cards.append(("last evaluation", format_loss(state.evaluations[-1][1])))
     cards += [(f"last {name}", value) for name, value in compared(step.preference)]
     since = f", {since_resume(report)}" if since_resume(report) else ""
+    of = since if measured else ", last step"
     cards += [
-        (f"tokens per second{since}", f"{tokens_per_s:,.0f}"),
-        (f"time per step{since}", format_seconds(measured.get("step_s") or step.step_s)),
+        (f"tokens per second{of}", f"{tokens_per_s:,.0f}"),
+        (f"time per step{of}", format_seconds(measured.get("step_s") or step.step_s)),
         (f"bubble, median of steps{since}", f"{100 * bubble:.1f} %"),
         *arithmetic(measured.get("launch_bound_ratio", step.launch_bound_ratio), measured.get("mfu", step.mfu)),
     ]

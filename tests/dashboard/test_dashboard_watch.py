@@ -257,6 +257,7 @@ def test_what_a_run_says_is_no_markup() -> None:
         "measured": {"pipeline_s": 2.0, "tokens_per_s": 99.0},
     }
     text = page(events, report, "model: <script>alert(1)</script>")
+    assert "second, last step<" in page(events, {}, "") and "second<" in text, "of a run that is over, of all its steps"
     assert re.findall(r'class="off">([^<]*)<', text) == ["+100 %"], "what is far off is seen, and nothing else"
     assert re.findall(r"<h2>([^<,]*)", text) == [
         *("Loss", "Evaluations", "Learning rate", "Predicted and measured", "Workers", "Memory in GiB"),
