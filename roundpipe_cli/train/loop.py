@@ -366,7 +366,7 @@ class Trainer:
         epochs = f"epoch {self.sampler.epochs_done:.2f}"
         self._say(f"resuming after step {checkpoint.step}, {epochs}, from {checkpoint.folder}", self._rest.other_rows)
         if named_checkpoint(self.recipe) is not None:
-            self._say(f"after a stop, {again(self.recipe)} continues; without that key the run begins here again")
+            self._say(f"after its next checkpoint, {again(self.recipe)} continues from there")
         old_steps = state.num_steps
         if old_steps != self.num_steps:
             old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate
