@@ -212,6 +212,7 @@ class Trainer:
 
     def _write_result(self, done: int) -> None:
         predicted = self._predicted()
+        self._signals.answer = "training is over, the result is written first", "the result"
         self._tell(Phase("writing the result"))
         if self._log.timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._log.timelines))

@@ -42,6 +42,8 @@ class StopSignals:
         self._what_is_left = what_is_left
         self.announce: Say | None = None
         """Called in the handler of a noted signal, so it must not use buffers."""
+        self.answer = "stopping after this step, with a checkpoint", "a checkpoint"
+        """Effect of a noted signal, and what is missing if a second one stops at once."""
         self.asked_by_key = False
         """The signal stands for a key of the dashboard, so no message names it."""
         self.requested: signal.Signals | None = None
@@ -118,9 +120,9 @@ class StopSignals:
         elif self.requested is None:
             self.requested = received
             if self.announce is not None:
-                again = "; Ctrl-C stops at once, without a checkpoint" if received == signal.SIGINT else ""
+                again = f"; Ctrl-C stops at once, without {self.answer[1]}" if received == signal.SIGINT else ""
                 name = "" if self.asked_by_key else f"{received.name}: "
-                self.announce(f"{name}stopping after this step, with a checkpoint{again}")
+                self.announce(f"{name}{self.answer[0]}{again}")
             return
         elif received == signal.SIGINT:
             text = "stopped at once by a second SIGINT; the last checkpoint is as it was"

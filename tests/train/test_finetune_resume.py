@@ -117,6 +117,17 @@ def test_a_signal_stops_at_a_step_border_with_a_checkpoint(stopped: tuple[Path, 
     assert (out / f"step-{steps:08d}").is_dir() and not (out / "report.json").exists()
 
 
+def test_a_signal_while_the_result_is_written_is_answered_truly(folder: Path) -> None:
+    """Story: it said that the run stops after this step; the run wrote its result and ended as finished."""
+    slow = {"ROUNDPIPE_FAULT": "export:slow=1"}
+    running = launch(folder, "finetune", "recipe.yaml", "max_steps=1", environment=slow)
+    running.wait_until(lambda: "writing the result" in running.err)
+    time.sleep(0.2)
+    running.kill(signal.SIGINT)
+    said = running.finish().expect(0).err
+    assert "SIGINT: training is over, the result is written first; Ctrl-C stops at once, without the result\n" in said
+
+
 def test_a_signal_while_torch_loads(folder: Path) -> None:
     """Libraries swallow exceptions while they are imported; a stop gets through."""
     options: dict[str, Any] = {"cwd": folder, "env": child_environment(), "stderr": subprocess.PIPE, "text": True}
