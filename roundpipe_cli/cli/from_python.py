@@ -164,9 +164,7 @@ def finetune(
 
 
 def _loaded(
-    recipe: RecipeLike,
-    overrides: Mapping[str, Any] | None,
-    read: Callable[[str, Sequence[str]], LoadedRecipe],
+    recipe: RecipeLike, overrides: Mapping[str, Any] | None, read: Callable[[str, Sequence[str]], LoadedRecipe]
 ) -> LoadedRecipe:
     """The recipe as `read` finds it by its name, or a mapping's; its values are read as those of a file."""
     from roundpipe_cli.recipe.load import load_text

@@ -314,11 +314,7 @@ def _layers(
     layers += [replace(distinct[block], name=f"block.{i}") for i, block in enumerate(architecture.blocks)]
     layers.append(replace(timer.head(), activation_bytes=head_chunk_bytes(architecture, settings, hardware.devices)))
     return tuple(
-        replace(
-            layer,
-            grad_bytes=0 if layer.name == "embed" else 4 * count,
-            optimizer_s=optimizer_s_per_param * count,
-        )
+        replace(layer, grad_bytes=0 if layer.name == "embed" else 4 * count, optimizer_s=optimizer_s_per_param * count)
         for layer, count in zip(layers, trainable, strict=True)
     )
 

@@ -416,10 +416,7 @@ def _gather(tally: Tally, num_experts: int, pairs: float, of_pairs: float) -> No
         2 * num_experts * OFFSET_BYTES,
     )
     tally.backward.moves(
-        pairs * size,
-        index + 3 * pairs * size,
-        tally.hidden_bytes,
-        2 * tally.hidden_bytes + index + of_pairs,
+        pairs * size, index + 3 * pairs * size, tally.hidden_bytes, 2 * tally.hidden_bytes + index + of_pairs
     )
 
 

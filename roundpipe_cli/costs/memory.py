@@ -453,13 +453,7 @@ def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     result = trainable * settings.dtype_bytes
     count = settings.save_total_limit + 1
     mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0
-    return Need(
-        {
-            f"{count} checkpoints": checkpoint * count,
-            "the result": result,
-            "mapped weights": mapped,
-        }
-    )
+    return Need({f"{count} checkpoints": checkpoint * count, "the result": result, "mapped weights": mapped})
 
 
 # Memory of all workers of a machine without GPUs: part of the host's, with no weights and no gradient sums in it.

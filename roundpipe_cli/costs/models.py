@@ -58,9 +58,7 @@ _KEEPS_SCORES = frozenset(
 _SPELLS_GELU = frozenset({"gpt2", "gptj", "gpt_neo", "codegen", "openai-gpt", "phi"})
 _READS_SCORES = frozenset({"gemma2", "vaultgemma", "granite_swa", "granitemoe_swa"})
 _DROPS_SCORES = frozenset(
-    {
-        *("bert-generation", "biogpt", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "openai-gpt", "seed_oss"),
-    }
+    {*("bert-generation", "biogpt", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "openai-gpt", "seed_oss")}
 )
 """Types with dropout in attention unless config.json says otherwise."""
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")

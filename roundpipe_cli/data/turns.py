@@ -83,11 +83,7 @@ class WrittenTurns:
     """
 
     def __init__(
-        self,
-        fields: Fields,
-        lay: Callable[[Fields, Sequence[Message], bool], Laid | None],
-        ends: TurnEnds,
-        laid: Laid,
+        self, fields: Fields, lay: Callable[[Fields, Sequence[Message], bool], Laid | None], ends: TurnEnds, laid: Laid
     ) -> None:
         """
         Args:

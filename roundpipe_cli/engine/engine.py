@@ -356,11 +356,7 @@ class Engine:
         steps = [WorkerStep(worker.backend) for worker in self._workers]
         for worker, step in zip(self._workers, steps, strict=True):
             carrier = Carrier(
-                worker.backend,
-                context.boundaries,
-                run,
-                prepared.downloads,
-                recompute_each_layer=prepared.each_layer,
+                worker.backend, context.boundaries, run, prepared.downloads, recompute_each_layer=prepared.each_layer
             )
             run.parts[worker.index] = WorkerPart(context, carrier, step)
         started_s = time.perf_counter()

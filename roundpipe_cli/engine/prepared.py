@@ -129,13 +129,7 @@ class PreparedProgram:
     """A schedule's program, and the facts about it that steps need."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        store: WeightStore,
-        trained: TrainedLayers,
-        options: EngineOptions,
-        *,
-        copies: bool,
+        self, schedule: Schedule, store: WeightStore, trained: TrainedLayers, options: EngineOptions, *, copies: bool
     ) -> None:
         """`copies`: whether tensors have to be moved to the devices."""
         num_layers = len(store.layouts)

@@ -173,6 +173,6 @@ def _kto(scores: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, to
 
 
 SEQUENCE_LOSSES: Mapping[LossName, SequenceLoss] = {
-    **{"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared, "kto": _kto},
+    **{"sigmoid": _sigmoid, "odds_ratio": _odds_ratio, "squared": _squared, "kto": _kto}
 }
 """All values of `ObjectiveKind.loss`."""

@@ -47,10 +47,7 @@ def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
     if found.is_config and stored_form(found.config, where) == "bitsandbytes":
         check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as, unpacks=recipe.load_in_16bit)
     check_rows(
-        found.config,
-        packing=recipe.packs,
-        chunks=recipe.pipeline.num_chunks > 1,
-        max_seq_length=recipe.row_tokens,
+        found.config, packing=recipe.packs, chunks=recipe.pipeline.num_chunks > 1, max_seq_length=recipe.row_tokens
     )
 
 

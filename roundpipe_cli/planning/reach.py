@@ -15,10 +15,7 @@ from roundpipe_cli.planning.question import settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text
 
-METHODS = {
-    "LoRA": ("method: lora", "load_in_4bit: true"),
-    "full": ("method: full",),
-}
+METHODS = {"LoRA": ("method: lora", "load_in_4bit: true"), "full": ("method: full",)}
 """Displayed name -> lines of a recipe; every other key has its default."""
 NOT_ON_CPU = "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
 NUM_SHOWN = 3

@@ -241,13 +241,7 @@ def left_to_resume(answer: Plan, length: RunLength) -> tuple[Path, int] | None:
 
 
 def tell_forecast(
-    ask: Callable[[], PlanRequest],
-    recipe: Recipe,
-    sampler: BatchSampler,
-    num_steps: int,
-    *,
-    machines: int,
-    tell: Tell,
+    ask: Callable[[], PlanRequest], recipe: Recipe, sampler: BatchSampler, num_steps: int, *, machines: int, tell: Tell
 ) -> None:
     """Say how long the last `num_steps` of a run will take, as `plan` does, by its rows, and how workers wait less.
 
