@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.regular_files import open_regular
 from roundpipe_cli.units import format_bytes
 from roundpipe_cli.watchdog import at_work
 
@@ -299,12 +300,14 @@ def digests_of(
     def digest_of(index: int) -> str | OSError:
         digest, buffer = new(), memoryview(bytearray(1024**2))
         try:
-            with paths[index].open("rb", buffering=0) as file:
+            with open_regular(paths[index]) as file:
                 while not stopped.is_set() and (count := file.readinto(buffer)):
                     digest.update(buffer[:count])  # which releases the interpreter's lock
                     num_read[index] += count
         except OSError as error:
             return error
+        except RefusedError as error:  # a device would be read without an end
+            return OSError(errno.EINVAL, str(error.problems[0].what))
         return str(digest.hexdigest())
 
     largest_first = sorted(range(len(paths)), key=lambda index: -sizes[index])

@@ -7,8 +7,9 @@ import json
 import os
 import socket
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes
@@ -58,7 +59,7 @@ def stays_inside(path: Path, folder: Path) -> bool:
     return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read it; a pipe without a writer or a device would make a plain `open` wait or never end.
 
     Raises:

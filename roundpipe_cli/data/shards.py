@@ -29,11 +29,14 @@ import numpy.typing as npt
 from roundpipe_cli.cache import cache_folder, new_folder, prune_cache
 from roundpipe_cli.data.row_chunks import ChunkResult
 from roundpipe_cli.data.rows import SourceReport
-from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import digests_of, sync
+from roundpipe_cli.regular_files import read_regular
 
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"
+MAX_SHARD_BYTES = 1 << 30
+"""A thousand bytes for each of a million bad rows, which `shard.json` names."""
 ARRAYS = {"input_ids.bin": np.int32, "weights.bin": np.float32, "rows.bin": np.int64, "lengths.bin": np.int64}
 
 
@@ -176,14 +179,14 @@ def load_shards(
     for index, folder in enumerate(there):
         try:
             found[folder] = _load(folder, _checked(sums[index * len(ARRAYS) : (index + 1) * len(ARRAYS)]), vocabulary)
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, DamageError, RefusedError) as damage:
             shutil.rmtree(folder, ignore_errors=True)  # an incomplete shard would block its successor
             found[folder] = DamageError(str(damage))
     return [found.get(folder) for folder in folders]
 
 
 def _load(folder: Path, sums: Mapping[str, str], vocabulary: int) -> Shard:
-    document = json.loads((folder / SHARD_NAME).read_bytes())
+    document = json.loads(read_regular(folder / SHARD_NAME, MAX_SHARD_BYTES))
     content = document["content"]
     written = {SHARD_NAME: document["checksum"], **content["sums"]}
     for name, found in {SHARD_NAME: _content_sum(content), **sums}.items():

@@ -94,14 +94,18 @@ def test_a_cached_file_that_is_not_as_it_was_is_told_and_made_again(tmp_path: Pa
     """Story: sizes were compared, not contents, so a flipped bit of an id was another token to train on."""
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     expected, draw = tokens(build(path)), random.Random(name)
-    for damage in ("flipped", "flipped", "gone", "short", "long", "empty"):
+    for damage in ("flipped", "flipped", "gone", "short", "long", "empty", "device", "pipe"):
         file = shards()[0] / name
         data = bytearray(file.read_bytes())
         if damage == "flipped":
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         file.write_bytes({"flipped": data, "short": data[:-1], "long": data + b"}"}.get(damage, b""))
-        if damage == "gone":
+        if damage in ("gone", "device", "pipe"):
             file.unlink()
+        if damage == "device":  # which is read without an end
+            file.symlink_to("/dev/zero")
+        if damage == "pipe":
+            os.mkfifo(file)
         again = build(path)
         assert again.num_cached == 0 and tokens(again) == expected, damage
         if damage == "flipped":
