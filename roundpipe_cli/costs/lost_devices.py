@@ -32,7 +32,7 @@ def lost_devices() -> list[tuple[float, str]]:
     losses = []
     with suppress(OSError, RefusedError):
         for line in read_regular(_lost_path(), 1 << 20).decode(errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, OverflowError):
                 row = json.loads(line)
                 if time.time() - float(row["time"]) < LOST_DAYS * 86400:
                     losses.append((float(row["time"]), str(row["text"])))

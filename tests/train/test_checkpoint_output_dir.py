@@ -220,6 +220,9 @@ def test_a_disk_that_fails_under_the_best_weights_names_them(tmp_path: Path) -> 
         write_best(setup, tmp_path / "file" / "best", {})
 
 
+HUGE = f'{{"step": 0, "loss": {10**400}}}\n'  # no float holds it
+
+
 def _rows(*steps: int) -> str:
     return "".join(json.dumps({"step": step, "loss": 1.5}) + "\n" for step in steps)
 
@@ -234,6 +237,7 @@ def _rows(*steps: int) -> str:
         (_rows(0, 1, 2, 1, 2, 3), 3, _rows(0, 1, 2)),
         (_rows(0) + "\0\0\0\n[1]\n" + _rows(1), 3, _rows(0, 1)),
         ("", 3, ""),
+        (HUGE, 1, HUGE),
     ],
 )
 def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path, text: str, step: int, expected: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, METRICS_NAME, REPORT_NAME, Say
+from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, MAX_NUMBER, METRICS_NAME, REPORT_NAME, Say
 from roundpipe_cli.files import RESUME_AGAIN, disk_error, sync, write_atomically
 from roundpipe_cli.regular_files import json_objects, read_json_of_ours, read_regular
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
@@ -118,7 +118,9 @@ def truncate_metrics(path: Path, step: int) -> dict[int, float]:
         row = _row(line)
         if row is not None and row["step"] < step and row["step"] not in losses:
             loss = row.get("loss")
-            losses[row["step"]] = float(loss) if isinstance(loss, (int, float)) else math.nan
+            losses[row["step"]] = math.nan
+            if isinstance(loss, (int, float)) and abs(loss) < MAX_NUMBER:
+                losses[row["step"]] = float(loss)
             kept.append(line + b"\n")
     if (rest := b"".join(kept)) != data:
         write_atomically(path, rest)
