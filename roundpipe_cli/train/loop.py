@@ -26,7 +26,7 @@ from roundpipe_cli.events import (
 from roundpipe_cli.files import write_atomically
 from roundpipe_cli.heap import UnusedHeap
 from roundpipe_cli.recipe.load import resolved_yaml
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.batches import describe_order, log_rows, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.checkpoint.output_dir import again, named_checkpoint
@@ -358,8 +358,9 @@ class Trainer:
         checkpoint.tensors.clear()
         self._log.earlier_s = state.training_s
         seen = state.evaluation
-        others = self.setup.eval_rows and meta.get("eval_hash") != self.setup.eval_hash
-        if seen.best_step is not None and others:
+        now = {"eval_hash": self.setup.eval_hash, "eval_datasets": plain_data(self.recipe)["eval_datasets"]}
+        key, saved = ("eval_hash", meta) if "eval_hash" in meta else ("eval_datasets", meta["recipe"])  # older ones
+        if seen.best_step is not None and self.setup.eval_rows and saved.get(key) != now[key]:
             self._say("evaluation: other rows than before: the search for the best evaluation begins anew")
             seen = SavedEvaluation(last_step=seen.last_step, last_loss=seen.last_loss)
         self.steps.restore(state, meta["fit"])

@@ -288,6 +288,10 @@ def test_the_best_of_other_rows_is_sought_anew(tmp_path: Path, two_blocks: Path,
     checkpoint = load_newest(first.output_dir, first.output_dir / "step-00000001")
     again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=checkpoint, tell=told.append)
     assert evaluated(monkeypatch, again, [1, 2]) == [(1, True), (2, True)]
+    older = load_newest(first.output_dir, first.output_dir / "step-00000001")
+    del older.meta["eval_hash"]  # of which only the recipe's `eval_datasets` are known
+    before = trainer_of(tmp_path / "older", two_blocks, *words, checkpoint=older)
+    assert evaluated(monkeypatch, before, [1, 2]) == [(1, True), (2, False)]
     assert any("the search for the best evaluation begins anew" in str(event) for event in told)
 
 
