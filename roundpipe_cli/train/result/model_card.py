@@ -155,6 +155,12 @@ def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
+def joins_rows(recipe: Mapping[str, Any]) -> bool:
+    """Whether a run of this recipe trained all its rows without the chat template."""
+    entries = recipe.get("datasets")
+    return bool(entries) and all(item.get("as_chat") is False for item in entries or () if isinstance(item, dict))
+
+
 def _data(recipe: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     entries = recipe.get("datasets")
     datasets = [item for item in entries if isinstance(item, dict)] if isinstance(entries, list) else []
@@ -163,7 +169,8 @@ def _data(recipe: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     lines = ["## Data", ""]
     for item in datasets:
         name = _plain(Path(str(item.get("path"))).name)
-        lines.append(f"- {name} ({_plain(item.get('type'))}, split {_plain(item.get('split'))})")
+        form = "" if item.get("as_chat", True) else ", joined as they stand, without the chat template"
+        lines.append(f"- {name} ({_plain(item.get('type'))}, split {_plain(item.get('split'))}){form}")
     data = _part(report, "data")
     if data:
         lines += ["", f"{_plain(data.get('rows_kept'))} rows, {_plain(data.get('trained_tokens'))} trained tokens."]
