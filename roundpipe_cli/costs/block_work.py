@@ -425,8 +425,7 @@ def _grouped(tally: Tally, matrix: Matrix, pairs: float) -> None:
     product, rank, size = 2 * pairs * matrix.inputs * matrix.outputs, matrix.rank, tally.size
     low, back = 2 * pairs * rank * matrix.inputs, 2 * pairs * rank * matrix.outputs
     read, made, weights = pairs * matrix.inputs * size, pairs * matrix.outputs * size, matrix.params * size
-    per_token = round(pairs / tally.tokens)
-    wasted = product * (1 / expert_fill(tally.settings, matrix.num_experts, per_token) - 1)
+    wasted = product * (1 / expert_fill(tally.settings, matrix.num_experts, round(pairs / tally.tokens)) - 1)
     tally.unpack(matrix)
     if rank:
         copied = 2 * matrix.num_experts * rank * matrix.outputs * size  # B, which PEFT keeps in another order

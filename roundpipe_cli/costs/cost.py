@@ -225,8 +225,7 @@ def load_costs(path: Path) -> CostModel:
         RecipeError: all that is wrong in it at once, each with file and layer.
     """
     try:
-        text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
+        data = json.loads(read_regular(path, _MAX_FILE_BYTES).decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         what, reason = "the costs file is not JSON", str(error)
         if isinstance(error, OSError | UnicodeDecodeError):

@@ -423,8 +423,7 @@ def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> floa
     """State that the optimizer keeps for each trained parameter. A trained matrix has r or `hidden_size` elements on
     one side and at least `hidden_size` on the other."""
     narrow = settings.lora_r if settings.method == "lora" else hidden_size
-    kind = OPTIMIZERS[settings.optimizer]
-    return kind.state_bytes(narrow, hidden_size, has_momentum=settings.has_momentum)
+    return OPTIMIZERS[settings.optimizer].state_bytes(narrow, hidden_size, has_momentum=settings.has_momentum)
 
 
 def update_temporary_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

@@ -293,8 +293,7 @@ def fetching_line(event: events.Fetching) -> str:
 
 
 def _said(state: DashboardState, now_s: float, text: str, *, is_detail: bool = False) -> DashboardState:
-    message = ScreenMessage(now_s, text, is_detail)
-    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], message))
+    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], ScreenMessage(now_s, text, is_detail)))
 
 
 def _closer(state: DashboardState, begin_s: float) -> tuple[WorkerView, ...]:

@@ -424,8 +424,7 @@ def _detect(
                 if is_usual and spec.type != "auto":
                     break  # the type that is given has its own columns
                 made = RowFormat(spec, row_type, fixed).fitted(every)
-                said = f"{where}: read as type {_read_as(made, every, is_usual=is_usual)}"
-                return replace(made, notice=said)
+                return replace(made, notice=f"{where}: read as type {_read_as(made, every, is_usual=is_usual)}")
     return None
 
 

@@ -70,8 +70,7 @@ def measured_costs(base: CostModel, steps: Iterable[Timeline]) -> CostModel:
         for item in step.intervals:
             layer = _layer(item.kind, item.stage, len(base.layers))
             speed = 1.0 if base.worker_speed is None else base.worker_speed[item.worker]
-            taken_s = (item.end_s - item.start_s) * speed
-            seconds[group_of[layer], item.kind][item.microbatch].append(taken_s)
+            seconds[group_of[layer], item.kind][item.microbatch].append((item.end_s - item.start_s) * speed)
     layers = list(base.layers)
     for first in sorted(set(group_of.values())):
         members = [index for index, group in group_of.items() if group == first]

@@ -202,8 +202,7 @@ def _round_sizes(task: _Task) -> list[int]:
 
 
 def _search(task: _Task, beat_s: float) -> _Plan:
-    search = Search(task.scorer(), task.bounds(), task.judged(), task.effort, beat_s=beat_s)
-    return _Plan(task, search.run())
+    return _Plan(task, Search(task.scorer(), task.bounds(), task.judged(), task.effort, beat_s=beat_s).run())
 
 
 def _shape(best: Candidate) -> str:

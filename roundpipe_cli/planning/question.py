@@ -349,8 +349,7 @@ def _decided(
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
     if settings.dtype == "bfloat16" and lacking:
         settings = replace(settings, dtype="float16")
-        note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
-        machine = _noting(machine, note)
+        machine = _noting(machine, f"note: {', '.join(lacking)} has no bfloat16; planned as float16")
     if any(device.is_cpu for device in machine.devices) and (slow := slow_in_16_bit(settings.dtype)):
         machine = _noting(machine, slow)
     machine = _leaving_gaps(machine, settings)

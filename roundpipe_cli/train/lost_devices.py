@@ -93,8 +93,7 @@ class LostDevices:
             reason = self._refused([engine.lanes[worker] for worker in left])
         if reason is not None:
             raise self._end(lost if left else self._of_one_device(shown), reason, at, cause)
-        names = [self._name(worker) for worker in left]
-        self._say(lost, at, cause, names)
+        self._say(lost, at, cause, [self._name(worker) for worker in left])
         threads = engine.leave_out(lost, hang=hangs)
         if hangs:
             self._locks.lock(engine.store.gradients, self._name(0))

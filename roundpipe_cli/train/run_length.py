@@ -257,8 +257,7 @@ def tell_forecast(
         sequences, step = sampler.num_sequences(0), usual_step(sampler, num_steps)
         why = f"{counted(sequences, 'packed sequence' if recipe.packs else 'row')} an epoch"
         why += f", on {machines} machines, without the exchange between them" if machines > 1 else ""
-        length = RunLength(num_steps, why, recipe.packs, step=step, num_sequences=sequences)
-        found = forecast(plan, length)
+        found = forecast(plan, RunLength(num_steps, why, recipe.packs, step=step, num_sequences=sequences))
         advice = None if found.waiting is None else found.waiting.describe()
         tell_notices(tell, f"predicted: {found.text}", advice)
 

@@ -78,8 +78,7 @@ def start_tensorboard(run: RunInfo) -> TrackerRun:
 
     purge = {"purge_step": run.first_step + 1} if run.first_step else {}
     writer: Any = SummaryWriter(log_dir=str(run.output_dir / "tensorboard"), **purge)  # type: ignore[no-untyped-call]
-    text = json.dumps(run.config, indent=2)
-    writer.add_text("recipe", f"```\n{text}\n```", run.first_step)
+    writer.add_text("recipe", f"```\n{json.dumps(run.config, indent=2)}\n```", run.first_step)
 
     def log(step: int, values: Values) -> None:
         for name, value in values.items():
@@ -189,8 +188,7 @@ def values_of(event: StepFinished | EvaluationFinished) -> dict[str, float]:
 
 def _read_ids(path: Path) -> dict[str, str]:
     try:
-        ids = read_json_of_ours(path)
-        return {str(name): str(value) for name, value in ids.items()}
+        return {str(name): str(value) for name, value in read_json_of_ours(path).items()}
     except (OSError, ValueError, AttributeError):
         return {}
 

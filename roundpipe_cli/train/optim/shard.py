@@ -92,8 +92,7 @@ def make_shards(nodes: Nodes, recipe: Recipe, layouts: Sequence[LayerLayout], te
     wanted = recipe.nodes.shard_optimizer
     if nodes.count == 1 or wanted is False or recipe.method != "full":
         return None
-    needed_bytes = _whole_bytes(recipe, layouts)
-    short = needed_bytes > MAX_MEMORY_SHARE * host_memory().available_bytes
+    short = _whole_bytes(recipe, layouts) > MAX_MEMORY_SHARE * host_memory().available_bytes
     if not nodes.most([short])[0] and wanted == "auto":
         return None
     nodes.open_links()

@@ -97,8 +97,7 @@ def _steps_to_check(num_steps: int, warmup: int, settings: Mapping[Any, Any]) ->
 def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) -> list[str]:
     """Warnings about a schedule, a line each: a peak that is not reached, steps that train nothing."""
     warmup = num_warmup_steps(recipe.warmup_steps, num_steps)
-    steps = _steps_to_check(num_steps, warmup, recipe.lr_scheduler_kwargs)
-    rates = {step: schedule(step) for step in steps}
+    rates = {step: schedule(step) for step in _steps_to_check(num_steps, warmup, recipe.lr_scheduler_kwargs)}
     highest, lines = max(rates.values()), []
     if highest < recipe.learning_rate * (1 - ROUNDING):
         lines.append(
