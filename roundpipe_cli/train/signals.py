@@ -37,7 +37,7 @@ class StopSignals:
     them do nothing from there on, so that it can be said what was stopped; whoever has said it sets them free.
     """
 
-    def __init__(self, what_is_left: str = " before the first finished step: no checkpoint was written") -> None:
+    def __init__(self, what_is_left: str = " before the first finished step: no new checkpoint was written") -> None:
         """`what_is_left`: end of the sentence on a signal that leaves the block at once."""
         self._what_is_left = what_is_left
         self.announce: Say | None = None

@@ -112,9 +112,9 @@ def check_stop(work: Path, done: Outcome, number: signal.Signals) -> None:
         elif stopped := STOPPED.search(text):
             assert check_newest(work) == int(stopped.group(1)), text
         else:
-            said = "no checkpoint was written" in text or "stopped at once" in text or "stopped by SIGINT" in text
+            said = "no new checkpoint was written" in text or "stopped at once" in text or "stopped by SIGINT" in text
             assert said, f"exit code {done.code}, and nothing said why\n{text}"
-        if "no checkpoint was written" in text:
+        if "no new checkpoint was written" in text:
             assert not saved(work), text
     at_once = "stopped at once" in text  # then the next start removes what a save has begun
     assert at_once or not inside_a_save(work), "a half-written checkpoint was left behind"

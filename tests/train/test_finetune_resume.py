@@ -138,7 +138,7 @@ def test_a_signal_while_torch_loads(folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         words = process.stderr.read()
     assert process.returncode == 130
-    assert words == "stopped by SIGINT before the first finished step: no checkpoint was written\n"
+    assert words == "stopped by SIGINT before the first finished step: no new checkpoint was written\n"
     assert not (folder / "out").exists()
 
 
