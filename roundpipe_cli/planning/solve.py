@@ -376,7 +376,8 @@ def longest_sequences(question: PlanRequest) -> dict[str, tuple[int, int]]:
     changes += _smaller_precisions(question)[:1] if settings.method == "lora" else []
     for change in (AS_IS, *changes):
         own = change.apply(settings)
-        tokens = _longest(MAX_SEQUENCE_TOKENS, own, partial(_fits, question))
+        limit = question.given.recipe.token_budget or MAX_SEQUENCE_TOKENS  # a microbatch holds a row
+        tokens = _longest(limit, own, partial(_fits, question))
         if tokens is None:
             break
         fitting = (one for one in _open_chunks(question, _with_length(own, tokens)) if _fits_cards(question, one))

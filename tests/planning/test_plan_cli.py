@@ -80,6 +80,8 @@ def test_the_longest_rows_are_no_shorter_than_those_that_fit() -> None:
     answer = make_plan(load_recipe("qwen3-8b", ["max_seq_length=2048"]), "1x3060,host_memory_gib=12")
     longest = solve(answer).max_seq_length
     assert answer.verdict.fits and answer.question.reads_disk and longest is not None and longest >= 2048
+    words = ["max_seq_length=2048", "micro_batch_tokens=2048"]  # which longer rows do not fit into
+    assert solve(make_plan(load_recipe("qwen3-8b", words), "8x4090")).max_seq_length == 2048
 
 
 def test_a_235b_mixture_of_experts_in_little_memory() -> None:
