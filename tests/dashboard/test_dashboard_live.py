@@ -137,11 +137,12 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
     screen.key("p")
     screen.wait_for("● training", "continuing")
     screen.key("C-c")
-    screen.wait_for("stopping after this step")
-    screen.key("C-c")
+    ends = "stopping after this step", "stopped by SIGINT after step"  # a busy machine draws no frame before the end
+    if ends[1] not in screen.wait(lambda text: any(end in text for end in ends)):
+        screen.key("C-c")
     text = screen.expect_clean(130)
     assert "Traceback" not in text
-    assert "stopped at once by a second SIGINT" in text or "stopped by SIGINT after step" in text, "it was over before"
+    assert "stopped at once by a second SIGINT" in text or ends[1] in text, "it was over before"
     assert "● stopped" in text and "worker 0 · cpu" in text, "the last frame stays"
 
 
