@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
 import platform
@@ -32,7 +31,7 @@ from roundpipe_cli.errors import InternalError, RefusedError
 from roundpipe_cli.events import Event
 from roundpipe_cli.heap import UnusedHeap
 from roundpipe_cli.model.block_calls import Prologue
-from roundpipe_cli.planning import choose
+from roundpipe_cli.planning import choose, run_plan
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
@@ -428,14 +427,12 @@ def test_a_run_maps_weights_where_its_plan_does_alone(tmp_path: Path, monkeypatc
     monkeypatch.chdir(folder)
     monkeypatch.setattr(setup, "prove_once", lambda *_: Proof(0.0, 0.0))
     monkeypatch.setattr(machine.host_memory, "__defaults__", (Path("/proc"), tmp_path))
-    loaded, told = load_recipe("recipe.yaml"), list[Event]()
+    loaded, told, used = load_recipe("recipe.yaml"), list[Event](), 1 << 26
+    monkeypatch.setattr(run_plan, "process_bytes", lambda: used)  # this process' own changes in between
     needed = judge_coarsest(ask(loaded)).host.total_bytes
     for more, others, is_mapped in ((256, 0, False), (-64, 0, True), (1024, 1024 + 64, True)):
-        gc.collect()  # what earlier tests left would be given back in between
-        UnusedHeap().give_back()
-        used = machine.process_bytes() + (others << 20)
         (tmp_path / "memory.max").write_text(str(int((needed + (more << 20)) / 0.95)))
-        (tmp_path / "memory.current").write_text(str(used))
+        (tmp_path / "memory.current").write_text(str(used + (others << 20)))
         assert setup.prepare(loaded, offline=True, tell=told.append).store.is_mapped == is_mapped
         assert any("the run has no room" in str(event) for event in told) == is_mapped
 
