@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli import faults
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli.checks import _lost
 from roundpipe_cli.cli.finetune import restarting
 from roundpipe_cli.costs.lost_devices import note_lost_device
@@ -297,6 +298,8 @@ def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (check,) = _lost()
     assert "cuda:1 (worker 1) was lost at step 5" in check.found and "Xid 79" in check.found and check.state == "note"
     note_lost_device("cpu (worker 0) was lost at step 2: no progress")
+    with (cache_folder("lost") / "devices.jsonl").open("a") as file:
+        file.write(f'{{"time": {10**400}, "text": "no float holds its time"}}\n')
     assert ["please report it" in (check.fix or "") for check in _lost()] == [False, True]
 
 
