@@ -13,13 +13,14 @@ so the next resume leaves no gap. What is set aside goes when a checkpoint of it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, MAX_NUMBER, METRICS_NAME, REPORT_NAME, Say
+from roundpipe_cli.events import EVAL_NAME, EVENTS_NAME, METRICS_NAME, REPORT_NAME, Say, from_json
 from roundpipe_cli.files import RESUME_AGAIN, disk_error, sync, write_atomically
 from roundpipe_cli.regular_files import json_objects, read_json_of_ours, read_regular
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
@@ -117,10 +118,9 @@ def truncate_metrics(path: Path, step: int) -> dict[int, float]:
     for line in data.split(b"\n")[:-1]:  # text behind the last line break is torn, or empty
         row = _row(line)
         if row is not None and row["step"] < step and row["step"] not in losses:
-            loss = row.get("loss")
             losses[row["step"]] = math.nan
-            if isinstance(loss, (int, float)) and abs(loss) < MAX_NUMBER:
-                losses[row["step"]] = float(loss)
+            with contextlib.suppress(ValueError):
+                losses[row["step"]] = from_json(row.get("loss"), float)
             kept.append(line + b"\n")
     if (rest := b"".join(kept)) != data:
         write_atomically(path, rest)
@@ -222,9 +222,10 @@ def _set_result_aside(output_dir: Path, say: Say) -> None:
         for name in ("recipe.yaml", "README.md", "report.html"):  # the run that continues writes others
             path = output_dir / name
             if path.is_file() and (name != "README.md" or MADE_BY.encode() in path.read_bytes()):
-                write_atomically(target / name, path.read_bytes(), mode=0o644)
-                if name != "recipe.yaml":  # a run that is killed before it writes its own has this one
-                    path.unlink()
+                if name == "recipe.yaml":  # a run that is killed before it writes its own has this one
+                    write_atomically(target / name, path.read_bytes(), mode=0o644)
+                else:
+                    path.rename(target / name)
         say(f"the run continues: its result after step {last} is kept in {target}")
     for report in sorted(output_dir.glob(f"result-*/{REPORT_NAME}")):
         names = [name for name in _result_names(output_dir, report) if (output_dir / name).is_file()]
