@@ -94,9 +94,13 @@ def generate(
             load_libraries()
             from roundpipe_cli.cli.lines import LinePrinter
             from roundpipe_cli.model.files.source import resolve_model
-            from roundpipe_cli.train.checkpoint.output_dir import read_values
-            from roundpipe_cli.train.result.generate import Prompt, answer_prompts, describe_answer, has_template
-            from roundpipe_cli.train.result.model_card import joins_rows
+            from roundpipe_cli.train.result.generate import (
+                Prompt,
+                answer_prompts,
+                describe_answer,
+                has_template,
+                keep_as_trained,
+            )
             from roundpipe_cli.train.streamed import opened_model
 
             if source is None or found.kind == "model":
@@ -113,9 +117,7 @@ def generate(
             folder = found.folder if found.checkpoint is None else found.checkpoint.parent
             opening = opened_model(result, source, dtype, folder=folder, **how)
             model, tokenizer, where = stack.enter_context(opening)
-        if has_template(tokenizer) and joins_rows(read_values(found.folder / "recipe.yaml")):
-            tokenizer.chat_template = None
-            say("note: prompts go in as they stand, without the chat template, as they were trained (as_chat: false)")
+        keep_as_trained(tokenizer, folder, say)
         say(describe_answer(model, tokenizer, temperature, where))
 
         def show(*batch: Prompt) -> WholeAnswer:

@@ -26,6 +26,7 @@ from roundpipe_cli.model.files.untrusted import refusing
 from roundpipe_cli.model.load import auto_class, build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.padding import each_as_alone, padded
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
+from roundpipe_cli.train.checkpoint.output_dir import read_values
 from roundpipe_cli.train.prepare.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
 
@@ -131,6 +132,14 @@ def answer_ends(model: Any, tokenizer: Any) -> list[int]:
 def has_template(tokenizer: Any) -> bool:
     """Whether prompts are put into a chat template."""
     return find_template(tokenizer, None, None) is not None
+
+
+def keep_as_trained(tokenizer: Any, run: Path, say: Say) -> None:
+    """Take the chat template away, and say so, where the run in a folder trained all its rows without it."""
+    entries = read_values(run / "recipe.yaml").get("datasets") or [{}]
+    if has_template(tokenizer) and all(isinstance(one, dict) and one.get("as_chat") is False for one in entries):
+        tokenizer.chat_template = None
+        say("note: prompts go in as they stand, without the chat template, as they were trained (as_chat: false)")
 
 
 def describe_answer(model: Any, tokenizer: Any, temperature: float, where: str | None = None) -> str:

@@ -155,12 +155,6 @@ def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def joins_rows(recipe: Mapping[str, Any]) -> bool:
-    """Whether a run of this recipe trained all its rows without the chat template."""
-    entries = recipe.get("datasets")
-    return bool(entries) and all(item.get("as_chat") is False for item in entries or () if isinstance(item, dict))
-
-
 def _data(recipe: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     entries = recipe.get("datasets")
     datasets = [item for item in entries if isinstance(item, dict)] if isinstance(entries, list) else []
